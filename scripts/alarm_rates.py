@@ -7,7 +7,7 @@ ones, whose groups a scripted policy plays and whose metrics are made by the cod
 `--planted`: simulated runs with a judge that can be exploited, a length that is paid, a broken chat
 template, an engine with old weights, one text for every task, a judge that cannot be read; the
 first four also in real runs, with the faults of planted_faults.py.  Neither: both.  `--write` puts
-the tables into docs/howto/alarms.md.  Exit code 1 if a planted fault is missed.
+the tables into docs/measured/alarms.md.  Exit code 1 if a planted fault is missed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rft.explorer.rollout_metrics import rollout_metrics
 from rft.monitor.alarm_rules import RULES
 from rft.monitor.alarms import AlarmFinding, Alarms
 from rft.monitor.read import read
-from rft.monitor.settings import LEVELS
+from rft.monitor.settings import AlarmsConfig
 from rft.testing import tiny
 from rft.types.completion import VersionSpan
 from rft.types.experience import Experience
@@ -44,7 +44,7 @@ from rft.workflow.group import PlayedGroup
 from rft.workflow.play_run import PlayedRun
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "howto" / "alarms.md"
+PAGE = ROOT / "docs" / "measured" / "alarms.md"
 EVERY = 10  # steps between two evaluations of a scripted policy
 
 
@@ -193,7 +193,7 @@ def _evaluation(p: Policy, step: int, draw: np.random.Generator) -> MetricRecord
 
 def raised(source: Iterator[MetricRecord]) -> list[AlarmFinding]:
     """All alarms of a run, in order."""
-    watch = Alarms(dict(LEVELS), RULES)
+    watch = Alarms(AlarmsConfig().model_dump(), RULES)
     return [f for r in source for f in watch.see(r)]
 
 
@@ -329,7 +329,12 @@ def planted_runs(root: Path) -> dict[str, str]:
     template.write_text(BROKEN_TEMPLATE)
     try:
         found["a broken chat template"] = after(
-            "template", "no_spread", 1, copier, f"model.chat_template_path={template}", *judged[1:]
+            "template",
+            "no_spread",
+            1,
+            copier,
+            f"model.custom_chat_template={template}",
+            *judged[1:],
         )
     except ConfigError as e:
         found["a broken chat template"] = "refused before the first"
@@ -352,7 +357,13 @@ def clean_table(simulated: int, real: list[tuple[str, list[AlarmFinding]]]) -> s
         "|---|---|---|",
     ]
     return "\n".join(
-        [*lines, *(f"| `{name}` | {falsely[name]} | {really[name]} |" for name in LEVELS)]
+        [
+            *lines,
+            *(
+                f"| `{name}` | {falsely[name]} | {really[name]} |"
+                for name in AlarmsConfig.model_fields
+            ),
+        ]
     )
 
 

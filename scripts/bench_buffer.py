@@ -41,10 +41,10 @@ from bench_race import (
 from rft.algorithm.composition import Algorithm, build
 from rft.algorithm.settings import AlgorithmSettings
 from rft.buffer.settings import ReplaySettings
-from rft.trainer import batch as batches_of
-from rft.trainer import batch_builder
-from rft.trainer.batch import MicroBatch
-from rft.trainer.pack import Budget, plan
+from rft.trainer.model import batch as batches_of
+from rft.trainer.model.batch import MicroBatch
+from rft.trainer.rows import batch_builder
+from rft.trainer.rows.pack import Budget, plan
 from rft.types.block import decode, encode
 from rft.types.completion import VersionSpan
 from rft.types.experience import Experience
@@ -230,7 +230,9 @@ def buffer_read_collate(quick: bool) -> harness.Result:
         def whole() -> float:
             began = time.perf_counter()
             for lease in leases:
-                batch_builder.make(batch_builder.read(lease), _grpo(), _BUDGET, world_size=1)
+                batch_builder.build_step(
+                    batch_builder.decode_lease(lease), _grpo(), _BUDGET, world_size=1
+                )
             return time.perf_counter() - began
 
         bare = harness.all_in_turn({"ours": unpack, "peer": peer_unpack, "whole": whole}, rounds)
@@ -273,7 +275,7 @@ _BUDGET = Budget(1 << 20, layout="padded")
 
 def tensors(lease: Lease) -> MicroBatch:
     """The trainer's own way from a lease to one padded micro-batch, but for the advantages."""
-    rows = batch_builder.read(lease).rows
+    rows = batch_builder.decode_lease(lease).rows
     ((cut,),) = plan(rows, 1, _BUDGET)
     rows = [rows[i] for i in cut]
     return batches_of.make(rows, layout="padded", device=torch.device("cpu"))

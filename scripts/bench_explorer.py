@@ -68,12 +68,12 @@ class Writer:
     async def outcomes(self, first_batch: int, end_batch: int) -> list[TaskOutcome]:
         return []
 
-    async def same_tasksets(self, fingerprints: dict[str, str]) -> list[str]:
+    async def check_taskset_fingerprints(self, fingerprints: dict[str, str]) -> list[str]:
         return []
 
     async def finish(self, reason: str) -> None: ...
     async def close_batch(
-        self, batch: int, *, accepted: int, wanted: int, reasons: dict[str, int]
+        self, batch: int, *, accepted: int, expected: int, reasons: dict[str, int]
     ) -> None:
         self.rss.append((self.runs, _rss()))
 

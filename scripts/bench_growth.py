@@ -35,13 +35,13 @@ from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
 from rft.engine.scripted import ScriptedEngine, echo, weights_key
 from rft.sync.schedule import Schedule
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import FixedSync, SyncRuntime
 from rft.sync.synchronizer import Synchronizer
 from rft.sync.transport.choose import make
 from rft.testing import tiny
 from rft.testing.storage_contract import group, take
-from rft.trainer.learner import Learner
-from rft.trainer.pack import RankBatch, TrainRow
+from rft.trainer.loop.learner import Learner
+from rft.trainer.rows.pack import RankBatch, TrainRow
 from rft.trainer.settings import LearnerSettings
 from rft.types.block import encode
 from rft.types.ids import Version
@@ -141,7 +141,7 @@ class _Filled:
         with self._counted("append"):
             for frame in frames:
                 await writer.append(frame, accepted=True)
-            await writer.close_batch(batch, accepted=len(frames), wanted=len(frames), reasons={})
+            await writer.close_batch(batch, accepted=len(frames), expected=len(frames), reasons={})
 
     async def lease(self, step: int) -> None:
         with self._counted("lease"):
@@ -195,14 +195,15 @@ def engines(size: int) -> dict[str, float]:
 
 async def synced(size: int, *, versions: int) -> Synced:
     """Publishes `versions` versions to `size` engines."""
-    settings = SyncSettings(method="checkpoint")
+    config = FixedSync(sync_method="checkpoint")
+    runtime = SyncRuntime()
     scorer = Scorer()
     spent = []
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name:
-        transport = make(settings, Path(name))
+        transport = make(config, Path(name))
         made = [ScriptedEngine(answer=echo) for _ in range(size)]
-        prompts = [[10 + i, 20] for i in range(settings.canary_prompts)]
-        sync = Synchronizer(settings, made, scorer, Schedule(), prompts, Version(1, 0))
+        prompts = [[10 + i, 20] for i in range(runtime.canary_prompts)]
+        sync = Synchronizer(config, runtime, made, scorer, Schedule(), prompts, Version(1, 0))
         for step in range(versions):
             weights = {"embed": torch.full((256, 1024), float(step)), "head": torch.ones(2)}
             manifest = transport.stage(Version(1, step), weights.items(), {})

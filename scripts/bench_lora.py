@@ -51,7 +51,7 @@ async def serve(model: str, way: str, rank: int) -> None:
 
     from rft.engine.vllm import VllmEngine
     from rft.sync.transport.memory import MemoryTransport
-    from rft.trainer.learner import Learner
+    from rft.trainer.loop.learner import Learner
     from rft.trainer.settings import LearnerSettings, LoraSettings
     from rft.types.ids import Version
     from rft.types.ports import GenerateRequest

@@ -277,7 +277,7 @@ async def append(writer: BufferWriter, rows: Sequence[Experience]) -> None:
 
 
 async def close_batch(writer: BufferWriter, rows: Sequence[Experience]) -> None:
-    await writer.close_batch(rows[0].id.batch, accepted=GROUPS, wanted=GROUPS, reasons={})
+    await writer.close_batch(rows[0].id.batch, accepted=GROUPS, expected=GROUPS, reasons={})
 
 
 def within(name: str, seconds: Sequence[float], limit_s: float, quantile: float) -> harness.Check:

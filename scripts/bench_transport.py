@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from rft.engine.environment import cpu_environment
 from rft.engine.settings import EngineSettings
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import FixedSync, NcclConfig, SyncConfig
 from rft.sync.transport.choose import make
 from rft.sync.update import Rounds
 from rft.types.ids import Version
@@ -46,16 +46,16 @@ PHASES = (
 class Side:
     """The trainer's side with one transport.  Usable for any started engine."""
 
-    def __init__(self, settings: SyncSettings, folder: Path, model: Path) -> None:
+    def __init__(self, config: SyncConfig, workers: int, folder: Path, model: Path) -> None:
         from safetensors.torch import load_file
 
-        self.transport: Any = make(settings, folder)
+        self.transport: Any = make(config, folder)
         self._tensors = {
             n: t for file in sorted(model.glob("*.safetensors")) for n, t in load_file(file).items()
         }
         self._rounds, self._workers = (
-            Rounds(cast(Sender, self.transport), settings.timeout_s),
-            settings.workers[0],
+            Rounds(cast(Sender, self.transport), config.sync_timeout),
+            workers,
         )
         self._step = 0
 
@@ -73,7 +73,7 @@ class Side:
         at.append(time.perf_counter())
         await engine.resume()
         at.append(time.perf_counter())
-        if not report.whole:
+        if not report.intact:
             raise RuntimeError(f"{manifest.transport}: {report}")
         if self._step > 1:
             self.transport.release(Version(lineage, self._step - 1))
@@ -135,14 +135,13 @@ async def measure(
         with tempfile.TemporaryDirectory(prefix="rft-bench-") as folder:
             sides = {}
             for method in methods:
-                settings = SyncSettings(
-                    method=method,
-                    bucket_bytes=None if bucket_mb is None else bucket_mb << 20,
-                    overlap=overlap,
-                    workers=(tp,),
-                    timeout_s=300.0,
+                nccl = NcclConfig(
+                    bucketed_broadcast=bucket_mb is not None,
+                    bucket_size_mb=bucket_mb or 1,
+                    overlap_broadcast_and_load=overlap,
                 )
-                sides[method] = Side(settings, Path(folder), model)
+                config = FixedSync(sync_method=method, nccl=nccl, sync_timeout=300.0)
+                sides[method] = Side(config, tp, Path(folder), model)
             try:
                 for _ in range(repeat + 1):  # in turns, so that all meet the same machine
                     for lineage, (method, side) in enumerate(sides.items(), 1):

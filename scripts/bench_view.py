@@ -133,7 +133,7 @@ async def written(run_dir: Path, steps: int) -> None:
         rows = [experience(rng, batch, task, run) for task in range(GROUPS) for run in range(GROUP)]
         frames = (encode(rows[at : at + GROUP]) for at in range(0, len(rows), GROUP))
         await asyncio.gather(*(writer.append(frame, accepted=True) for frame in frames))
-        await writer.close_batch(batch, accepted=GROUPS, wanted=GROUPS, reasons={})
+        await writer.close_batch(batch, accepted=GROUPS, expected=GROUPS, reasons={})
         await reader.lease(batch + 1, groups=GROUPS, rows=None, deadline_s=60, max_staleness=None)
         await reader.use(batch + 1)
         lines += records(rows, batch + 1)

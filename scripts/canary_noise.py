@@ -35,12 +35,12 @@ from rft.errors import WeightSyncFailed
 from rft.extras.doctor.machine_checks import engine_and_learner
 from rft.launch.start import probe_prompts
 from rft.sync.canary import Canary, Probe
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import FixedSync, SyncRuntime
 from rft.sync.transport.memory import MemoryTransport
 from rft.testing.models import smollm2
-from rft.trainer import tensors
-from rft.trainer.learner import Learner
-from rft.trainer.ranks import Ranks
+from rft.trainer.loop.learner import Learner
+from rft.trainer.loop.ranks import Ranks
+from rft.trainer.model import tensors
 from rft.trainer.settings import LearnerSettings
 from rft.types.ids import Version
 from rft.types.noise import Difference
@@ -98,19 +98,22 @@ def faults(layers: int) -> Iterator[tuple[str, Fault]]:
 
 
 async def measure(kind: str, settings: LearnerSettings, count: int, folder: Path) -> dict[str, Any]:
-    sync = SyncSettings(engine_dtype=settings.dtype, trainer_dtype=settings.dtype)
+    runtime = SyncRuntime(engine_dtype=settings.dtype, trainer_dtype=settings.dtype)
     async with engine_and_learner(kind, settings) as (engine, learner):
         ranks = Ranks(learner)
         transport = MemoryTransport(folder)
         try:
             await engine.pause()
-            if not (report := await engine.load(await ranks.stage(VERSION, transport))).whole:
+            if not (report := await engine.load(await ranks.stage(VERSION, transport))).intact:
                 raise RuntimeError(f"the engine did not load the model: {report}")
             await engine.resume()
             seeds = []
             for number in range(count):
                 canary = Canary(
-                    sync, probe_prompts(settings.model_path, sync.canary_prompts, number), ranks
+                    FixedSync(),
+                    runtime,
+                    probe_prompts(settings.model_path, runtime.canary_prompts, number),
+                    ranks,
                 )
                 probe = await canary.probe(engine, VERSION)
                 refused = await is_refused(canary, probe)
@@ -140,7 +143,9 @@ async def error(ranks: Ranks, probe: Probe) -> Difference:
         )
         for prompt, tokens in zip(probe.prompts, probe.tokens, strict=True)
     ]
-    return Difference.of(np.concatenate(await ranks.score(rows)) - np.concatenate(probe.logprobs))
+    return Difference.from_values(
+        np.concatenate(await ranks.score(rows)) - np.concatenate(probe.logprobs)
+    )
 
 
 async def under_faults(

@@ -7,19 +7,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rft.config.describe import READ_BEFORE, default_text, type_text
 from rft.config.extends import SECTIONS
-from rft.config.foreign import ignored, instead, not_offered
-from rft.config.inert import Inert, inert
 from rft.config.schema.root import RunConfig
-from rft.config.schema.walk import aliases, extra, models
+from rft.config.schema.source import undotted
+from rft.config.schema.walk import Fields, extra, fields_of, models, owner
+from rft.schema.base import ChosenBy
 
 HEAD = """# Configuration reference
 
-<!-- made by scripts/generate_docs.py from rft/config/schema; edit the schema instead -->
+<!-- made by scripts/generate_docs.py from the sections; edit these instead -->
 
 A run is described by one YAML file and `key.path=value` overrides on the command line:
 
@@ -36,11 +35,8 @@ rft check --config run.yaml algorithm.optimizer.lr=2e-5 buffer.explorer_input.ev
 - `extends: base.yaml`, or a list of files, relative to the file it stands in: mappings are merged, lists and single values replaced;
   what the file writes wins over what it extends, and overrides win over both. At most 8 files deep.
 - `stages` is a list of consecutive runs, see [below](#stages).
-- `trainer.trainer_config.<veRL path>`, such as `trainer.trainer_config.actor_rollout_ref.actor.grad_clip`, is another spelling of the
-  native key (`rft explain` says which). `actor`, `model`, `ref` and `rollout` may stand without `actor_rollout_ref`. Writing both
-  spellings with different values is an error; `ppo_mini_batch_size` is refused (`buffer.batch_size` and `train_batch_size` say it).
 - On resume, keys marked *safe* may differ from the saved configuration; others are refused, because the run would be a different one.
-- Precedence: a taskset's `rollout_args` win over `model`; a taskset's `repeat_times` (or `rollout_args.n`) over
+- Precedence: a taskset's `rollout_args` win over `model`; a taskset's `repeat_times` over
   `algorithm.repeat_times`; written parts of `algorithm` over those of its `algorithm_type`; single `*_args` over the part's defaults.
 """
 STAGES = f"""
@@ -67,38 +63,22 @@ stages:
 
 def markdown() -> str:
     """docs/reference/configuration.md"""
-    parts = [HEAD, "\n## Top level\n\n", _table(RunConfig, "", own=True)]
+    parts = [HEAD, "\n## Top level\n\n", _table(RunConfig.model_fields, "", own=True)]
     for name, field in RunConfig.model_fields.items():
-        for model, _ in models(field.annotation):
-            parts.append(
-                f"\n## {name}\n\n{(model.__doc__ or '').strip()}\n\n{_table(model, f'{name}.')}"
-            )
+        if classes := [model for model, _ in models(field.annotation)]:
+            shared = classes[0].__mro__[1] if len(classes) > 1 else classes[0]
+            parts.append(f"\n## {name}\n\n{(shared.__doc__ or '').strip()}\n\n")
+            parts.append(_table(fields_of(field.annotation), f"{name}."))
     parts.append(STAGES)
-    parts.append(
-        "\n## Keys of related tools that are not offered\n\n| Key | What to do |\n|---|---|\n"
-    )
-    parts += [f"| `{_pattern(k)}` | {v} |\n" for k, v in instead().items()]
-    parts.append(
-        "\n## Keys of related tools that are left out with a warning\n\n| Key | Why |\n|---|---|\n"
-    )
-    parts += [f"| `{_pattern(k)}` | {v} |\n" for k, v in ignored().items()]
-    parts.append(
-        "\n## Values that are planned or not offered\n\n| Key | Value | What to do "
-        "|\n|---|---|---|\n"
-    )
-    parts += [
-        f"| `{_pattern(k)}` | `{value}` | {text} |\n"
-        for k, values in not_offered().items()
-        for value, text in values.items()
-    ]
     return "".join(parts)
 
 
-def _table(model: type[BaseModel], prefix: str, *, own: bool = False) -> str:
+def _table(fields: Fields, prefix: str, *, own: bool = False) -> str:
     rows = ["| Key | Type | Default | Unit | Meaning | On resume |\n|---|---|---|---|---|---|\n"]
-    for key, field in _fields(model, prefix, own):
-        entry = None if inert(key.rpartition(".")[0]) else inert(key)
-        meaning = field.description if entry is None else f"{field.description}  {_inert(entry)}"
+    for key, field in _fields(fields, prefix, own):
+        meaning = field.description
+        if choice := owner(undotted(key.replace("[]", "").replace(".*", ""))):
+            meaning = f"*With {choice}.*  {meaning}"
         cells = [
             f"`{key}`",
             type_text(field),
@@ -111,11 +91,6 @@ def _table(model: type[BaseModel], prefix: str, *, own: bool = False) -> str:
     return "".join(rows)
 
 
-def _inert(entry: Inert) -> str:
-    refused = ", refused" if entry.level == "refused" else ""
-    return f"*No meaning here{refused}: {entry.why}*"
-
-
 _SAME_KEYS = (  # as others that are listed
     "buffer.explorer_input.taskset",
     "buffer.explorer_input.eval_tasksets",
@@ -124,26 +99,18 @@ _SAME_KEYS = (  # as others that are listed
 )
 
 
-def _fields(model: type[BaseModel], prefix: str, own: bool) -> Iterator[tuple[str, FieldInfo]]:
-    for name, field in model.model_fields.items():
+def _fields(fields: Fields, prefix: str, own: bool) -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in fields.items():
         inner = list(models(field.annotation))
         if inner and own:
             continue
         if not inner:
             yield prefix + name, field
-        for sub, mark in inner:
+        for mark in {mark for _, mark in inner}:
             if prefix + name in _SAME_KEYS:
                 yield prefix + name + mark, field
                 continue
-            yield from _fields(sub, f"{prefix}{name}{mark}.", False)
-
-
-def _pattern(text: str) -> str:
-    return (
-        text.replace("[[]*]", "[]")
-        .replace("*tasksets[]", "tasksets[]")
-        .replace("*taskset*", "tasksets[]")
-    )
+            yield from _fields(fields_of(field.annotation), f"{prefix}{name}{mark}.", False)
 
 
 def json_schema() -> dict[str, Any]:
@@ -153,18 +120,30 @@ def json_schema() -> dict[str, Any]:
     schema = RunConfig.model_json_schema(mode="validation")
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "rft run configuration"
+    _pin_choices(schema)
     for definition in (schema, *schema.get("$defs", {}).values()):
         for name, value in definition.get("properties", {}).items():
             definition["properties"][name] = _or_interpolation(value)
-        for own, others in _other_names(RunConfig).items():
-            if own in definition.get("properties", {}):
-                definition["properties"] |= dict.fromkeys(others, definition["properties"][own])
     _read_before(schema)
     return schema
 
 
+def _pin_choices(schema: dict[str, Any]) -> None:
+    """Allow each class of a chosen section its value of the choosing key alone.
+
+    Where the key is not written, every class but the first demands it.
+    """
+    for field in RunConfig.model_fields.values():
+        for chosen in (m for m in field.metadata if isinstance(m, ChosenBy)):
+            for number, (model, _) in enumerate(models(field.annotation)):
+                definition = schema["$defs"][model.__name__]
+                definition["properties"][chosen.name]["enum"] = [chosen.value_of(model)]
+                if number:
+                    definition["required"] = [chosen.name]
+
+
 def _read_before(schema: dict[str, Any]) -> None:
-    """Adds what is read before the schema: extends, stages, trainer_config."""
+    """Adds what is read before the schema: extends, stages."""
     own = schema["properties"]
     sections = {name: own[name] for name in SECTIONS if name in own}
     name = {"type": "string", "description": "Name of the stage; it runs in <name>/<stage_name>."}
@@ -180,22 +159,6 @@ def _read_before(schema: dict[str, Any]) -> None:
         "description": said["stages"],
         "items": {**stage, "properties": {"stage_name": name, **sections}},
     }
-    trainer = schema["$defs"][own["trainer"]["$ref"].rpartition("/")[2]]
-    trainer["properties"]["trainer_config"] = {
-        "type": "object",
-        "description": said["trainer.trainer_config"],
-    }
-
-
-def _other_names(model: type[BaseModel]) -> dict[str, list[str]]:
-    """Keys of `model` and below that may be written under other names, and those names."""
-    found = {
-        name: aliases(field)[1:] for name, field in model.model_fields.items() if aliases(field)
-    }
-    for field in model.model_fields.values():
-        for inner, _ in models(field.annotation):
-            found |= _other_names(inner)
-    return found
 
 
 def _or_interpolation(value: dict[str, Any]) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from rft.config.plan import Plan
-from rft.config.verify import check
 from rft.engine.environment import cpu_environment
+from rft.preflight.check import check
 
 Work = Callable[[list[str], list[list[int]]], Awaitable[dict[str, float]]]
 

@@ -4,7 +4,7 @@
     [--write]
 
 Every case is a run with real processes that are killed, stopped, or given a failing disk, and
-judged by files alone (`tests.helpers.lab`).  `--write` puts the table into docs/reliability.md.
+judged by files alone (`tests.helpers.lab`).  `--write` puts the table into docs/measured/fault-matrix.md.
 Exit code 1 if any case fails.
 """
 
@@ -30,7 +30,7 @@ from tests.helpers.lab.cases import Case, matrix, postgres_matrix  # noqa: E402
 from tests.helpers.lab.lab import Nursery, build_shim, nursery  # noqa: E402
 from tests.helpers.postgres import PostgresServer, programs  # noqa: E402
 
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "measured" / "fault-matrix.md"
 BEGIN = "<!-- matrix: written by scripts/fault_matrix.py -->"
 END = "<!-- end of the matrix -->"
 

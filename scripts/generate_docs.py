@@ -1,5 +1,5 @@
-"""Writes what is made from the code: docs/reference/configuration.md, config.schema.json and
-cli.md, and parts of docs/algorithms.
+"""Writes what is made from the code, below docs/reference: algorithms.md, cli.md, configuration.md
+and config.schema.json.
 
 python scripts/generate_docs.py            writes them
 python scripts/generate_docs.py --check    exit code 1 if they differ from what is there
@@ -88,7 +88,7 @@ PAGES: dict[str, Callable[[], str]] = {
         json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
     ),
     "docs/reference/cli.md": cli_page,
-    **algorithm_pages.pages(),
+    "docs/reference/algorithms.md": algorithm_pages.page,
 }
 
 

@@ -23,7 +23,6 @@ import psutil
 import torch
 
 from rft.config.plan import Plan
-from rft.config.verify import load_plan
 from rft.engine.scripted import logprobs, weights_key
 from rft.engine.weights import WeightIntake
 from rft.launch.ray_runtime import RayRuntime
@@ -31,14 +30,15 @@ from rft.launch.rundir import RunDir
 from rft.launch.runtime import Bound, Parts, PartSpec
 from rft.launch.signals import Signals
 from rft.launch.start import Start, begin
-from rft.sync.settings import SyncSettings
+from rft.preflight.check import load_plan
+from rft.sync.settings import FixedSync
 from rft.sync.transport.choose import make
 from rft.sync.transport.nccl import BroadcastTransport
 from rft.sync.update import Rounds
 from rft.sync.waits import cancel
 from rft.testing import tiny
-from rft.trainer.learner import Learner
-from rft.trainer.pack import RankBatch, TrainRow
+from rft.trainer.loop.learner import Learner
+from rft.trainer.rows.pack import RankBatch, TrainRow
 from rft.trainer.settings import LearnerSettings, LoraSettings
 from rft.types.ids import Version
 from rft.types.ports import LoadReport, ScoreRow, WeightManifest
@@ -139,9 +139,9 @@ async def _explorers(plan: Plan, size: int) -> dict[str, float]:
 async def _playing(parts: Parts, plan: Plan, size: int) -> AsyncIterator[Any]:
     """The coordinator of a run that `size` explorers play without end, from version 0 on."""
     await parts.start([PartSpec("buffer", "buffer", (plan,))])
-    start: Start = await begin(parts.made["buffer"], None, None)
-    buffer = Bound(parts.made["buffer"], start.lineage)
-    transport = make(plan.sync, plan.run_dir)
+    start: Start = await begin(parts.by_name["buffer"], None, None)
+    buffer = Bound(parts.by_name["buffer"], start.lineage)
+    transport = make(plan.sync, plan.run_dir, backend=plan.sync_runtime.backend)
     manifest = transport.stage(start.version, [("head", torch.ones(2))], {})
     scorer = Scorer(weights_key(manifest))
     await parts.start(
@@ -153,7 +153,7 @@ async def _playing(parts: Parts, plan: Plan, size: int) -> AsyncIterator[Any]:
             )
         ]
     )
-    coordinator = parts.made["coordinator"]
+    coordinator = parts.by_name["coordinator"]
     playing = list[asyncio.Future[Any]]()
     engines = [PartSpec(f"engine_{i}", "engine", (plan, plan.engines[0])) for i in range(size)]
     plans = [replace(plan, explorer=replace(plan.explorer, name=f"e{i}")) for i in range(size)]
@@ -162,10 +162,10 @@ async def _playing(parts: Parts, plan: Plan, size: int) -> AsyncIterator[Any]:
     )
     try:
         for i in range(size):
-            engine = parts.made[f"engine_{i}"]
-            explorer = parts.made[f"explorer_{i}"]
+            engine = parts.by_name[f"engine_{i}"]
+            explorer = parts.by_name[f"explorer_{i}"]
             joined = await coordinator.join(
-                f"e{i}", [parts.nodes[f"engine_{i}"]], [engine], explorer, plan.sync
+                f"e{i}", [parts.nodes[f"engine_{i}"]], [engine], explorer, plan.sync_runtime
             )
             playing.append(
                 asyncio.ensure_future(
@@ -231,7 +231,9 @@ def broadcast(size: int, *, mb: int = 64, versions: int = 5) -> Received:
         workers[-1].start()
         pipes.append(ours)
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name:
-        transport = BroadcastTransport(SyncSettings(method="nccl", timeout_s=300.0), Path(name))
+        transport = BroadcastTransport(
+            FixedSync(sync_method="nccl", sync_timeout=300.0), Path(name)
+        )
         rounds = Rounds(transport, 300.0)
         moved = set[int]()
 
@@ -320,7 +322,7 @@ def _passed_on(folder: Path, layers: int, weights: int) -> float:
     """Processor nanoseconds for each weight of a version in shared memory: copied there with its
     hashes, compared by one engine.
     """
-    transport = make(SyncSettings(method="memory"), folder)
+    transport = make(FixedSync(sync_method="memory"), folder)
     intake = WeightIntake()
     tensors = [
         (f"layer_{i}", torch.full((weights,), 0.5, dtype=torch.bfloat16)) for i in range(layers)

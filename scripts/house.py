@@ -2,7 +2,8 @@
 
 `python scripts/house.py` prints the table; `--list` also names what counts against a goal;
 `--check` ends with 1 where a figure that reached its goal has left it, or one on its way is worse
-than its last committed value in scripts/house.json; `--write` lowers those values to today's.
+than its last committed value in scripts/house.json by over 0.5 %; `--write` lowers those values to
+today's.
 Size is measured in Python's own tokens, without comments, blank lines and layout.
 Imports count wherever they stand: at the top, inside functions, under TYPE_CHECKING, and as text
 that names a module of the package.
@@ -27,6 +28,15 @@ from pathlib import Path
 import networkx
 
 ROOT = Path(__file__).resolve().parent.parent
+# Why a figure is above its goal; a figure without a reason here has to reach it.
+REASONS = {
+    "tokens of the core": (
+        "the goal was set before two wire dialects, the algorithms of 2026, reward parts and distillation "
+        "with top-k; what could leave has left (docs/decisions/0022-size.md)"
+    ),
+    "tokens of the extras": "the doctor's report, and the keys and defaults of veRL's releases",
+    "tokens per line": "signatures with many typed parameters",
+}
 CEILINGS = Path(__file__).with_name("house.json")
 LAYOUT = {
     tokenize.COMMENT,
@@ -265,17 +275,31 @@ def _fields(node: ast.AST) -> Iterator[tuple[str, int, ast.expr | None]]:
             yield x.target.id, x.lineno, x.value
 
 
-def reading_order() -> list[Path]:
-    """The files that CONTRIBUTING names under "Where to start reading"."""
-    text = (
-        (ROOT / "CONTRIBUTING.md")
-        .read_text()
-        .split("## Where to start reading")[1]
-        .split("\n## ")[0]
+def reading_order() -> int:
+    """Lines of the files, or of the classes and functions named beside them, in docs/reading.md."""
+    rows = re.findall(
+        r"^\| \d+ \| `((?:rft|workflows)/[\w/]+\.py)`(.*?) \|",
+        (ROOT / "docs" / "reading.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
     )
-    return [
-        ROOT / name for name in dict.fromkeys(re.findall(r"`((?:rft|workflows)/[\w/]+\.py)`", text))
-    ]
+    return sum(_named_lines(ROOT / path, re.findall(r"`([\w.]+)`", names)) for path, names in rows)
+
+
+def _named_lines(path: Path, names: list[str]) -> int:
+    """Lines of the named definitions of a file, of the whole file where none is named."""
+    text = path.read_text(encoding="utf-8")
+    if not names:
+        return len(text.splitlines())
+    lines = 0
+    for name in names:
+        node: ast.AST = ast.parse(text)
+        for part in name.split("."):
+            inside = {getattr(n, "name", ""): n for n in ast.iter_child_nodes(node)}
+            if part not in inside:
+                raise SystemExit(f"docs/reading.md: {path.relative_to(ROOT)} has no {name}")
+            node = inside[part]
+        lines += node.end_lineno - node.lineno + 1  # type: ignore[attr-defined]
+    return lines
 
 
 def count_words(paths: list[Path]) -> int:
@@ -287,7 +311,6 @@ def figures() -> list[Figure]:
     functions = house.sizes(ast.FunctionDef, ast.AsyncFunctionDef)
     classes = house.sizes(ast.ClassDef)
     files = [(n, house.name(p)) for p, n in house.lengths.items()]
-    reading = reading_order()
     pages = sorted((ROOT / "docs").rglob("*.md"))
     prose = [p for p in pages if not str(p.relative_to(ROOT)).startswith(NOT_PROSE)]
     extras = sum(n for p, n in house.tokens.items() if house.is_extra(p))
@@ -322,18 +345,17 @@ def figures() -> list[Figure]:
         count("defaults written a second time", house.second_defaults),
         count("class names that occur twice", house.class_names),
         count("file names that occur twice", house.file_names),
-        Figure("lines of the reading order", 1800, count_lines(reading)),
+        Figure("lines of the reading order", 1800, reading_order()),
         Figure("words of the docs", 60_000, count_words(prose)),
         Figure("lines of the CHANGELOG", 60, count_lines([ROOT / "CHANGELOG.md"])),
     ]
 
 
 def worse(table: list[Figure], ceilings: dict[str, float]) -> list[str]:
-    """The figures above their goal and above their last committed value."""
+    """The figures above their goal and, by more than 0.5 %, above their last committed value."""
+    most = {f.name: max(f.goal, ceilings.get(f.name, 0) * 1.005) for f in table}
     return [
-        f"{f.name}: {f.value:g}, at most {max(f.goal, ceilings.get(f.name, f.goal)):g}"
-        for f in table
-        if f.value > max(f.goal, ceilings.get(f.name, f.goal))
+        f"{f.name}: {f.value:g}, at most {most[f.name]:g}" for f in table if f.value > most[f.name]
     ]
 
 
@@ -350,7 +372,7 @@ def main() -> int:
     for f in table:
         print(
             f"{f.name:40} {f.value:>9g}   goal {f.goal:>8g}   "
-            f"{'reached' if f.reached else 'not yet'}"
+            f"{'reached' if f.reached else f'not yet: {REASONS.get(f.name)}'}"
         )
         if options.list and not f.reached:
             print(*(f"    {row}" for row in f.rows), sep="\n")

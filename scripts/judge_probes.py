@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rft.engine.built_in import make
-from rft.engine.settings import EngineSettings, ExternalSettings
+from rft.engine.settings import EngineSettings, ExternalModelConfig
 from rft.plugins import load_all
 from rft.reward.build_reward import build
 from rft.testing.judge import probes, score_with
@@ -106,7 +106,7 @@ async def main(args: argparse.Namespace) -> None:
     load_all()
     common: dict[str, Any] = {"name": "judge", "fixed_weights": True, "request_timeout_s": 900.0}
     if args.base_url:
-        server = ExternalSettings(model_name=args.model, base_url=args.base_url)
+        server = ExternalModelConfig(model_name=args.model, base_url=args.base_url)
         settings = EngineSettings(engine_type="external", external=server, **common)
     else:
         folder = str(Path(args.model) if args.model else smollm2())

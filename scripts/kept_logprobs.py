@@ -73,7 +73,7 @@ async def run(folder: Path, count: int, response: int, *, keep: bool) -> dict[st
     using = []
     for step in range(1, STEPS + 1):
         await buffer.writer(1).append(encode(rows(step - 1, count, response)), accepted=True)
-        await buffer.writer(1).close_batch(step - 1, accepted=1, wanted=1, reasons={})
+        await buffer.writer(1).close_batch(step - 1, accepted=1, expected=1, reasons={})
         lease = await buffer.reader(1).lease(
             step, groups=1, rows=None, deadline_s=60, max_staleness=None
         )
@@ -87,7 +87,7 @@ async def run(folder: Path, count: int, response: int, *, keep: bool) -> dict[st
             ]
             began = time.perf_counter()
             frame = token_logprobs.encode(
-                [token_logprobs.beside(x, told) for x, told in zip(given, ours, strict=True)]
+                [token_logprobs.of_row(x, told) for x, told in zip(given, ours, strict=True)]
             )
             packing.append(time.perf_counter() - began)
         seconds, _ = await timed(lambda step=step, frame=frame: buffer.reader(1).use(step, frame))  # type: ignore[misc]

@@ -8,9 +8,9 @@ dated table.
 Each cell is two runs of the tiny model: one that is hit, whose rewards then wait for 25 s, and the
 same command again.  Good: within 60 s the first has ended or has finished another step; what was
 hit is named; the exit code is as documented; nothing is left; the second finishes, and the audit of
-its buffer balances.  `--cells` adds what is played to a file, so that a table can be played in
-parts; `--write` puts the table into docs/reliability.md.  Exit code 1 if any cell is not good.
-Linux.
+its buffer balances.  `--cells` adds what is played to a file and passes by what is there, so that a
+table can be played in parts and go on where it ended; `--write` puts the table into
+docs/measured/kill-table.md.  Exit code 1 if any cell is not good.  Linux.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rft.launch import leftovers  # noqa: E402
 from rft.testing import tiny  # noqa: E402
 from tests.helpers import runs  # noqa: E402
 
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "measured" / "kill-table.md"
 BEGIN = "<!-- kill table: written by scripts/kill_table.py -->"
 END = "<!-- end of the kill table -->"
 LIMIT_S = 60.0
@@ -97,6 +97,10 @@ class Cell:
     left: list[str] = field(default_factory=list)
 
     @property
+    def place(self) -> tuple[str, str, str]:
+        return self.process, self.action, self.phase
+
+    @property
     def good(self) -> bool:
         mute = self.process == "command" or self.outcome == "goes on"
         ends = self.outcome in ("goes on", "exit 0", "exit 4") or (
@@ -146,12 +150,14 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.setdefault(leftovers.MARK, uuid.uuid4().hex)
     os.environ["PYTHONPATH"] = str(ROOT)
-    cells = []
+    cells = played(options.cells)
     with tempfile.TemporaryDirectory(prefix="kill-") as folder:
         model = tiny.make(Path(folder) / "model")
         wanted = (options.only.split(","), options.actions.split(","), options.phases.split(","))
         for number, (process, action, phase) in enumerate(itertools.product(*wanted)):
             cell = Cell(process, action, phase, engine=options.engine)
+            if cell.place in {other.place for other in cells}:
+                continue
             root = Path(folder) / str(number)
             root.mkdir()
             play(cell, model, root)
@@ -160,13 +166,19 @@ def main() -> int:
                 with options.cells.open("a") as file:
                     print(json.dumps(asdict(cell)), file=file)
             print(cell.text(), *cell.left, sep="\n    ", flush=True)
-    if options.cells is not None:
-        cells = [Cell(**json.loads(line)) for line in options.cells.read_text().splitlines()]
+    cells.sort(key=lambda cell: PHASES.index(cell.phase))
     table = summary(cells)
     if options.write:
         pages.put(PAGE, BEGIN, END, table)
     print(table)
     return int(not all(cell.good for cell in cells))
+
+
+def played(file: Path | None) -> list[Cell]:
+    """What a file of cells has."""
+    if file is None or not file.exists():
+        return []
+    return [Cell(**json.loads(line)) for line in file.read_text().splitlines()]
 
 
 def play(cell: Cell, model: Path, root: Path) -> None:
@@ -200,7 +212,9 @@ def play(cell: Cell, model: Path, root: Path) -> None:
     finally:
         stop(run)
         let_go(root)
-    cell.left = leftovers.compare(before)
+    killed = (cell.process, cell.action) == ("command", "KILL")  # the next start cleans up
+    if not killed:
+        cell.left = leftovers.compare(before)
     again = runs.Run(*arguments)
     try:
         cell.again = again.end(START_S)
@@ -209,6 +223,8 @@ def play(cell: Cell, model: Path, root: Path) -> None:
         cell.again = None
     finally:
         stop(again)
+    if killed:
+        cell.left = leftovers.compare(before)
     if not cell.good:
         print(
             run.output[-4000:],
@@ -323,7 +339,7 @@ def summary(cells: list[Cell]) -> str:
     good = sum(cell.good for cell in cells)
     ended = [cell.seconds for cell in cells]
     about = (
-        f"{cells[-1].date}: {len(cells)} cells, {good} good; vLLM where its engine core is hit, "
+        f"{max(cell.date for cell in cells)}: {len(cells)} cells, {good} good; vLLM where its engine core is hit, "
         f"else transformers; the slowest took "
         f"{max(ended):.0f} s.  Python {platform.python_version()} on {platform.machine()}, "
         f"{os.cpu_count()} cores."

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from rft.trainer.logprobs import token_logprobs
+from rft.trainer.model.logprobs import token_logprobs
 from rft.trainer.settings import LearnerSettings
 
 # of chunked PyTorch; 2048 is what entropy_from_logits_with_chunking takes, without the output layer
@@ -53,7 +53,7 @@ def chunked(
 def ours(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, entropy: bool) -> Pair:
     """As the learner asks for them where all temperatures are 1."""
     chunk = LearnerSettings(model_path="").logprob_chunk_tokens
-    return token_logprobs(hidden, weight, targets, None, chunk_tokens=chunk, entropy=entropy)
+    return token_logprobs(hidden, weight, targets, None, chunk_tokens=chunk, entropy=entropy)[:2]
 
 
 SIDES: dict[str, Side] = {"ours": ours, "plain": plain, "chunked": chunked}

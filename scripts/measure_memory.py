@@ -1,7 +1,7 @@
 """Runs a configuration and compares each role's peak memory with what `rft check` estimates.
 
     python scripts/measure_memory.py -c examples/quickstart/config.yaml [key.path=value ...]     one run
-    python scripts/measure_memory.py                                                             the table of docs/concepts/memory.md
+    python scripts/measure_memory.py                                                             the table of docs/measured/memory.md
 
 A role's peak is the sum of VmHWM, the kernel's own high-water mark of resident bytes, over the
 living processes of its tree; published weights are in memory of their own (memfd) and counted at
@@ -29,8 +29,8 @@ from pathlib import Path
 
 import psutil
 
-from rft.config.check_report import Report
-from rft.config.verify import check
+from rft.preflight.check import check
+from rft.preflight.check_report import Report
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart" / "config.yaml"
@@ -53,7 +53,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "transformers engine, 64 runs a step, shared prompts off": (
         "explorer.rollout_model.engine_type=transformers",
         "buffer.batch_size=8",
-        "trainer.share_prompts=false",
+        "trainer.row_layout=padded",
         "trainer.max_token_len_per_gpu=1024",
     ),
 }
@@ -85,14 +85,14 @@ class Watch:
     def look(self, root: psutil.Process) -> None:
         parents: dict[int, int] = {}
         peaks: dict[int, int] = {}
-        now: dict[str, int] = {"others": 0}
+        now: dict[str, int] = {"other processes": 0}
         for process in [root, *root.children(recursive=True)]:
             with suppress(psutil.Error, OSError):  # it has just ended
                 parents[process.pid] = process.ppid()
                 if found := TITLE.match(" ".join(process.cmdline())):
                     self.roles[process.pid] = f"{found[1]}-{found[2]}"
                 peaks[process.pid] = _high_water(process.pid)
-                now["others"] += _weights(process.pid)
+                now["other processes"] += _weights(process.pid)
         for pid, peak in peaks.items():
             role = self._of(pid, parents)
             now[role] = now.get(role, 0) + peak
@@ -107,7 +107,7 @@ class Watch:
             if at in self.roles:
                 return self.roles[at]
             at = parents.get(at)
-        return "others"
+        return "other processes"
 
 
 def measure(config: Path, overrides: Sequence[str], setting: str = "") -> list[Row]:

@@ -1,4 +1,4 @@
-"""Writes docs/models.md: families of models x layouts of rows, against plain rows of transformers
+"""Writes docs/measured/models.md: families of models x layouts of rows, against plain rows of transformers
 in float32; and engines.
 
     python scripts/model_table.py [FAMILY ...] [--write]                                   layouts
@@ -35,11 +35,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from rft.extras.doctor.model_check import EXACT, ModelLine, Objective, compare  # noqa: E402
-from rft.trainer.loading import no_progress  # noqa: E402
+from rft.trainer.model.loading import no_progress  # noqa: E402
 from rft.types.row_layout import RowLayout  # noqa: E402
 from tests.helpers import families  # noqa: E402
 
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "measured" / "models.md"
 HEAD = """# Models
 
 Tiny random models of each family, computed by the trainer in each layout of rows (`trainer.row_layout`), against transformers row by row

@@ -29,11 +29,11 @@ from rft.buffer.settings import BufferSettings, PipelineSettings
 from rft.engine.pool import EnginePool
 from rft.engine.scripted import ScriptedEngine, logprobs, weights_key
 from rft.engine.settings import EngineSettings
-from rft.explorer.service_settings import LimitSettings, ServeSettings
+from rft.explorer.service_settings import ServeConfig, ServeRuntime
 from rft.extras.serve.access import ENVIRONMENT
 from rft.extras.serve.service import Service, settle
 from rft.sync.schedule import Schedule
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import FixedSync, SyncRuntime
 from rft.sync.synchronizer import Synchronizer
 from rft.sync.transport.choose import make
 from rft.types.completion import Completion
@@ -50,7 +50,7 @@ class Timed(ScriptedEngine):
     """Takes as long for an answer as the last message says, in seconds."""
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        with self.admission.of(request):
+        with self.admission.counted(request):
             if request.messages:
                 await asyncio.sleep(float(request.messages[-1]["content"]))
             return await self._answers(request)
@@ -86,9 +86,12 @@ class Weights:
     """Publishes versions to the engines of `pool`, and scores as they do."""
 
     def __init__(self, pool: EnginePool, folder: Path) -> None:
-        settings = SyncSettings(method="memory", at_a_time=1 if len(pool.engines) > 1 else None)
-        self._transport = make(settings, folder)
-        self._sync = Synchronizer(settings, pool.engines, self, Schedule(), PROBES, Version(1, 0))
+        config = FixedSync(sync_method="memory")
+        runtime = SyncRuntime(at_a_time=1 if len(pool.engines) > 1 else None)
+        self._transport = make(config, folder)
+        self._sync = Synchronizer(
+            config, runtime, pool.engines, self, Schedule(), PROBES, Version(1, 0)
+        )
         self._step = -1
         self._key = 0
 
@@ -153,7 +156,7 @@ async def main(folder: Path, engines: int) -> None:
     buffer = Buffer(BufferSettings(folder=folder / "buffer", run="bench"))
     await buffer.open()
     lineage = (await buffer.start_lineage(None, None)).lineage
-    limits = LimitSettings(
+    limits = ServeConfig(
         requests_per_minute=10**9,
         tokens_per_minute=10**12,
         max_concurrent=10**6,
@@ -161,7 +164,7 @@ async def main(folder: Path, engines: int) -> None:
     )
     gate: Any = Gate()
     service = Service(
-        ServeSettings(port=0, batch_size=1, limits=limits),
+        ServeRuntime(port=0, batch_size=1, config=limits),
         PipelineSettings(),
         model=pool,
         buffer=cast(Any, buffer.writer(lineage)),

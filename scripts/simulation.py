@@ -7,7 +7,7 @@ Plays runs of SmolLM2-135M-Instruct (`examples/quickstart`, transformers engine,
 learning rate so small that answers stay as long as they are); speeds are learnt from the first
 three, and the step times of all others are foretold from them.  Runs that FOLDER holds already are
 not played again.  `--pages`: without runs. `--write` puts both tables into
-docs/concepts/simulation.md.  Exit code 1 if a foretold step time is more than 20 % off.
+docs/measured/simulation.md.  Exit code 1 if a foretold step time is more than 20 % off.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pathlib import Path
 
 import pages
 
-from rft.config.verify import check
 from rft.extras.simulate.cluster_file import load
 from rft.extras.simulate.forecast import Simulated, simulated
 from rft.monitor.read import read
+from rft.preflight.check import check
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "concepts" / "simulation.md"
+PAGE = ROOT / "docs" / "measured" / "simulation.md"
 EXAMPLE = ROOT / "examples" / "quickstart" / "config.yaml"
 CLUSTERS = ROOT / "examples" / "clusters"
 STEPS = 12

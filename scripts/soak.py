@@ -9,7 +9,7 @@ clients that send each call again until it is answered.  A command that ends is 
 each end the account is audited; over the whole, memory, descriptors and threads of each kind of
 process, /dev/shm and temporary files are sampled.  A seed draws the faults, their order and their
 lengths; where in its work a fault meets a process is chance.  `--write` puts the result into
-docs/reliability.md.
+docs/measured/soak.md.
 
 Exit code 1: an account that does not balance, something acknowledged that is lost, growth, a hang
 over HANG_S that nobody named, an end that no fault explains, or anything left behind.  Linux;
@@ -58,7 +58,7 @@ from tests.extras.serve.serve_clients import Persistent  # noqa: E402
 from tests.helpers import runs  # noqa: E402
 from tests.helpers.lab.lab import build_shim  # noqa: E402
 
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "measured" / "soak.md"
 BEGIN = "<!-- soak: written by scripts/soak.py -->"
 END = "<!-- end of the soak -->"
 HANG_S = 60.0  # without progress: has to be named; is an error in any case

@@ -36,8 +36,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from rft.config.schema.synchronizer_section import SynchronizerConfig
 from rft.monitor.read import read, series
+from rft.sync.settings import SyncConfig
 from rft.testing import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -112,7 +112,7 @@ class Cell:
 
 def working() -> list[str]:
     """The shipped values of sync_method; the rest of the type are transports of one's own."""
-    return list(get_args(get_args(SynchronizerConfig.model_fields["sync_method"].annotation)[0]))
+    return list(get_args(get_args(SyncConfig.model_fields["sync_method"].annotation)[0]))
 
 
 def changes(style: str, transport: str) -> list[str]:

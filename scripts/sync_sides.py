@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from rft.engine.settings import EngineSettings
 from rft.engine.vllm import VllmEngine
 from rft.sync.schedule import Schedule
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import FixedSync, SyncRuntime
 from rft.sync.synchronizer import Synchronizer
 from rft.sync.transport.memory import MemoryTransport
 from rft.types.completion import Completion
@@ -94,7 +94,7 @@ class Sides:
         )  # the first ones are special
         prompts = [[20 + (97 * i + 7 * j) % self._words for j in range(6)] for i in range(8)]
         self._sync = Synchronizer(
-            SyncSettings(), [engine], self._trainer, Schedule(), prompts, Version(1, 0)
+            FixedSync(), SyncRuntime(), [engine], self._trainer, Schedule(), prompts, Version(1, 0)
         )
         self._running = 0
         self._all_running = asyncio.Event()

@@ -28,11 +28,11 @@ from msgspec.structs import replace
 from safetensors.numpy import load_file, save_file
 
 from rft.config.plan import Plan
-from rft.config.verify import check
 from rft.launch.start import Start, schedule
-from rft.trainer.learner import Learner
-from rft.trainer.ranks import Ranks
-from rft.trainer.trainer import Trainer
+from rft.preflight.check import check
+from rft.trainer.loop.learner import Learner
+from rft.trainer.loop.ranks import Ranks
+from rft.trainer.loop.trainer import Trainer
 from rft.types.block import encode
 from rft.types.completion import VersionSpan
 from rft.types.experience import Experience, SamplingRecord

@@ -5,7 +5,7 @@ the terminal.
     "agentscope-ai/Trinity-RFT, 2026-06-25"] [--add]
 
 FOLDER holds the YAML files as they were published (their text is in no part of this repository).
-Each is checked twice: by itself, as `rft check --schema-only` does, and whole, with a tiny model
+Each is converted with `rft convert trinity` and checked twice: by itself, as `rft check --schema-only` does, and whole, with a tiny model
 and rows that have the columns it names in place of its own.  With `--add` the rows of the page
 whose files FOLDER does not have stay as they were measured.
 """
@@ -24,14 +24,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rft.config.check_report import Report
 from rft.config.load import stage_names
-from rft.config.verify import check
 from rft.errors import ConfigError
-from rft.plugins import REGISTRY, load_shipped
-from rft.reward.build_reward import INSTEAD as REWARDS_INSTEAD
+from rft.extras.migrate.convert.report import yaml_text
+from rft.extras.migrate.convert.trinity import convert_file
+from rft.plugins import REGISTRY, load_shipped, refused_names
+from rft.preflight.check import check
+from rft.preflight.check_report import Report
 from rft.taskset.settings import FormatSettings
-from rft.workflow.recipes import INSTEAD as WORKFLOWS_INSTEAD
 
 PAGE = Path(__file__).parent.parent / "docs" / "measured" / "from-trinity-files.md"
 SECTIONS = {"model", "buffer", "algorithm", "explorer", "trainer", "mode"}
@@ -90,9 +90,15 @@ def main() -> int:
 
 
 def files(folder: Path) -> Iterator[Path]:
-    """Configurations; not what other programs read."""
-    for path in sorted(folder.rglob("*.yaml")):
-        if SECTIONS & {line.partition(":")[0] for line in path.read_text().splitlines()}:
+    """Configurations, each text once; not what other programs read, nor the half that is read with
+    the file whose trainer_config_path names it.
+    """
+    texts: set[str] = set()
+    for path in sorted(folder.rglob("*.y*ml")):
+        text = path.read_text()
+        sections = {line.partition(":")[0] for line in text.splitlines()}
+        if SECTIONS & sections and "actor_rollout_ref" not in sections and text not in texts:
+            texts.add(text)
             yield path
 
 
@@ -100,6 +106,9 @@ def judged(path: Path, name: str, work: Path) -> Outcome:
     for variable in ("TASKSET", "SFT_DATASET", "MODEL", "CRITIC_MODEL", "AUX_MODEL"):
         os.environ.setdefault(f"TRINITY_{variable}_PATH", "org/name")
     try:
+        file = convert_file(path)
+        path = work / "converted.yaml"
+        path.write_text(yaml_text(file.values))
         stages = stage_names(path) or ("",)
     except ConfigError as e:
         return Outcome(name, "refused", tuple(map(str, e.errors)))
@@ -237,7 +246,7 @@ def _today(why: str) -> str:
     if named is None:
         return why
     kind, name = named.groups()
-    told = {"workflow": WORKFLOWS_INSTEAD, "reward": REWARDS_INSTEAD}[kind].get(name)
+    told = refused_names(kind).get(name)
     if name in REGISTRY.names(kind):
         told = "it is here since this file was measured, and the file could not be had again"
     return why if told is None else f"{why[: named.end()]}{told}"
@@ -258,7 +267,7 @@ def page(found: list[Outcome], source: str) -> str:
     lines = [
         "# Trinity-RFT's example files",
         "",
-        f"What `rft check` says of each, made by `scripts/trinity_files.py` from the files of "
+        f"What `rft check` says of each, converted, made by `scripts/trinity_files.py` from the files of "
         f"{source},",
         "with the extras that workflows name installed, own Python files with their imports "
         "changed, and a tiny model and made rows in",

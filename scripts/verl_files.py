@@ -1,11 +1,12 @@
 """Writes docs/measured/from-verl-files.md: what `rft convert verl` makes of the launch scripts that
 veRL publishes.  Names and outcomes only.
 
-    python scripts/verl_files.py NAME=FOLDER ... [--write]
+    python scripts/verl_files.py NAME=FOLDER ... [--draft] [--write]
 
 FOLDER is a checkout of veRL, or a folder of one, and NAME what the page calls it, as
 `b178a3cd=../verl`.  Every script that starts one of veRL's programs is converted; exit code 1 if
-one of them ends in anything but an account or a refusal.
+one of them ends in anything but an account or a refusal.  With `--draft` every module counts as
+main_ppo, and what is open as a comment, as forks need it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ sys.path.insert(0, str(ROOT))
 from rft.errors import ConfigError  # noqa: E402
 from rft.extras.migrate.convert import programs  # noqa: E402
 from rft.extras.migrate.convert.launch import Launch, read_launch  # noqa: E402
-from rft.extras.migrate.convert.verl import Conversion, convert  # noqa: E402
+from rft.extras.migrate.convert.recording import Inputs  # noqa: E402
+from rft.extras.migrate.convert.verl import Conversion, convert, draft  # noqa: E402
 
 PAGE = ROOT / "docs" / "measured" / "from-verl-files.md"
 OURS = "FSDP and vLLM"
@@ -57,18 +59,19 @@ class File:
         return f"| {self.name} | {self.outcome}{f': {self.why}' if self.why else ''} |"
 
 
-def files(source: str, folder: Path) -> Iterator[File]:
+def files(source: str, folder: Path, as_trainer: bool) -> Iterator[File]:
     for path in sorted(folder.rglob("*.sh")):
         text = path.read_text(errors="replace")
-        if programs.mentions(text) or re.search(r"-m (verl|recipe)\.[\w.]*main", text):
-            yield one(source, str(path.relative_to(folder)), path)
+        own = as_trainer and "actor_rollout_ref." in text
+        if own or programs.mentions(text) or re.search(r"-m (verl|recipe)\.[\w.]*main", text):
+            yield one(source, str(path.relative_to(folder)), path, as_trainer)
 
 
-def one(source: str, name: str, path: Path) -> File:
+def one(source: str, name: str, path: Path, as_trainer: bool) -> File:
     text = path.read_text(errors="replace")
     try:
-        launch = read_launch(path)
-        done = convert(launch)
+        launch = read_launch(path, Inputs(other="main_ppo" if as_trainer else None))
+        done = draft(launch) if as_trainer else convert(launch)
     except ConfigError as e:
         return File(source, name, _needs(text, None), "refused", _short(e.errors[0].message))
     except Exception:
@@ -144,7 +147,8 @@ def main(given: list[str]) -> int:
     if not sources:
         print(__doc__)
         return 2
-    found = [f for name, folder in sources.items() for f in files(name, Path(folder))]
+    as_trainer = "--draft" in given
+    found = [f for name, folder in sources.items() for f in files(name, Path(folder), as_trainer)]
     text = page(found, " and ".join(sources))
     if write:
         PAGE.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The pictures of docs/howto/view.md: pages of `rft view` on a run, in Chromium.
+"""The pictures of docs/howto/see-a-run.md: pages of `rft view` on a run, in Chromium.
 
 make quickstart
 python scripts/view_pictures.py runs/rft/quickstart/RUN
@@ -17,9 +17,7 @@ from bench_view import Viewer, chromium
 
 PICTURES = {  # name: page, width, height, dark
     "view_overview": ("", 1280, 800, False),
-    "view_rollouts": ("rollouts?step={step}&order=worst", 1280, 520, False),
     "view_rollout": ("rollout/{worst}?colour=logprob", 1280, 860, True),
-    "view_phone": ("", 390, 844, True),
 }
 STEP = 10
 

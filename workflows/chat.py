@@ -24,6 +24,8 @@ class ChatArgs(BaseModel):
 class SimpleWorkflow(Workflow):
     """Asks the model once.  The taskset's reward scores the answer."""
 
+    needs_reward = True
+
     def __init__(self, system_prompt: str | None = None) -> None:
         self.system_prompt = system_prompt
 

@@ -7,7 +7,7 @@ explorer_input: {taskset: {default_workflow_type: on_policy_distill_workflow, wo
 {teacher: teacher}}}
 """
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from rft import RunContext, Score, Task, Transcript, Workflow, register
 
@@ -22,6 +22,16 @@ class DistillArgs(BaseModel):
         None, description="name of the auxiliary model; null: the only one, or the first"
     )
     system_prompt: str | None = Field(None, description="put first, unless the task brings its own")
+
+    @field_validator("teacher")
+    @classmethod
+    def _told_more(cls, teacher: str | None) -> str | None:
+        if teacher == "self":
+            raise ValueError(
+                "self: its prompt is the student's, so it has nothing to teach; use opsd_workflow, "
+                "or name an auxiliary model"
+            )
+        return teacher
 
 
 @register.workflow("on_policy_distill_workflow", args=DistillArgs)

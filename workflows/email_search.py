@@ -203,7 +203,7 @@ class EmailSearchReward(ReferenceJudge):
         if answer.strip().rstrip(".") in ("", NO_ANSWER):
             return {"accuracy": 0.0, "format": partial}
         verdict = await super().__call__(
-            task, JudgeCase.of(task, transcript).saying(answer).transcript
+            task, JudgeCase.from_transcript(task, transcript).saying(answer).transcript
         )
         if isinstance(verdict, Score) and verdict.value is None:
             return verdict

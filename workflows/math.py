@@ -31,7 +31,7 @@ class MathArgs(BaseModel):
 
 @register.workflow("math_workflow", args=MathArgs)
 class MathWorkflow(Workflow):
-    """Asks once, with an instruction in front; a system prompt of the task itself wins."""
+    """Asks once, with an instruction in front, unless the task has a system prompt."""
 
     usual_reward = "math_reward"
 
@@ -49,7 +49,7 @@ class MathWorkflow(Workflow):
 
 
 class BoxedArgs(BaseModel):
-    """`use_base`: the question alone, for models that were never tuned to chat; `with_think` asks
+    """`use_base` asks the question alone, for models not tuned to chat; `with_think` asks
     for <think>...</think> first.
     """
 
@@ -61,8 +61,8 @@ class BoxedArgs(BaseModel):
 
 @register.workflow("math_boxed_workflow", args=BoxedArgs)
 class MathBoxedWorkflow(Workflow):
-    """Asks once for a result inside \\boxed{}.  What an answer without <think> loses is an argument
-    of `math_boxed_reward`.
+    """Asks once for a result inside \\boxed{}.  An argument of `math_boxed_reward` sets the penalty
+    for an answer without <think>.
     """
 
     usual_reward = "math_boxed_reward"
@@ -88,8 +88,8 @@ class EvalArgs(BaseModel):
 
 @register.workflow("math_eval_workflow", args=EvalArgs)
 class MathEvalWorkflow(MathBoxedWorkflow):
-    """The instruction of Qwen2.5-Math's evaluation; its sampling is `rollout_args: {temperature:
-    0.6, top_p: 0.8}`.
+    """Asks with the instruction of Qwen2.5-Math's evaluation, whose sampling is `rollout_args:
+    {temperature: 0.6, top_p: 0.8}`.
     """
 
     def __init__(self) -> None:
@@ -99,13 +99,13 @@ class MathEvalWorkflow(MathBoxedWorkflow):
 
 
 class MathRuler(MathWorkflow):
-    """The same, scored by comparing all answers to a task."""
+    """`math_workflow`, scored by comparing all answers to a task."""
 
     usual_reward = "ruler_judge"
 
 
-# Trinity-RFT's names.  math_rm_workflow is for rewards that look at the whole conversation, which
-# all rewards can.
+# Trinity-RFT's names.  Its math_rm_workflow lets rewards read the whole conversation; here all
+# rewards can.
 for _name in ("async_math_workflow", "math_rm_workflow", "async_math_rm_workflow"):
     register.workflow(_name, args=MathArgs)(MathWorkflow)
 for _name in ("math_ruler_workflow", "async_math_ruler_workflow"):

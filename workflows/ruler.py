@@ -26,7 +26,7 @@ from rft.reward.verdict import UnreadableVerdict, read
 from rft.types.completion import Completion, Turn
 
 Part = Literal["solve", "judge", "trust"]
-SCALE = Scale(0, 1, whole=False)
+SCALE = Scale(0, 1, integer=False)
 INSTRUCTION = (
     "Reason inside <think>...</think>, step by step. Then write the result alone inside "
     "<answer>...</answer>."

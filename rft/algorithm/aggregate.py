@@ -1,16 +1,20 @@
 """How token losses become one number, exactly, however the step is cut into micro-batches and
 ranks, and runs into rows.
 
-    mode                       all valid tokens of the step (m: mask, L_i: valid tokens of row i, L_r: of run r, K: max_response_tokens)
+    mode                       all valid tokens of the step (m: mask, L: valid tokens of row i, run r, group g, K: max_response_tokens)
     token-mean                 sum m X / tokens
+    token-sum                  sum m X
     run-mean                   sum_r (sum_t m X)_r / L_r / runs
+    prompt-mean                sum_g (sum_t m X)_g / L_g / groups
     seq-mean-token-sum         sum m X / runs
     seq-mean-token-sum-norm    sum m X / (K runs)
     seq-mean-token-mean        sum_i (sum_t m X)_i / L_i / rows
 
-tokens, runs and rows (those with a valid token) and L_r count the whole step and come in.
+tokens, groups, runs and rows (those with a valid token), L_g and L_r count the whole step and come
+in.
 Invariant: the results of all parts add up to the result for the whole.  L_i is counted in the
-micro-batch, which holds every row wholly; the rows of a run may lie in several.
+micro-batch, which holds every row wholly; the rows of a run
+or of a group may lie in several.
 """
 
 from __future__ import annotations
@@ -28,9 +32,7 @@ def valid(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`values` with 0 where the mask is False; NaN and infinity there are harmless, in the gradient
     too.
     """
-    import torch
-
-    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+    return values.masked_fill(~mask, 0)
 
 
 def masked_sum(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -50,6 +52,13 @@ def row_means(values: torch.Tensor, x: TokenRows) -> torch.Tensor:
     return row_sums(values, x) / row_sums(torch.ones_like(values), x).clamp(min=1)
 
 
+def _means(values: torch.Tensor, x: TokenRows, tokens: torch.Tensor | None) -> torch.Tensor:
+    """Of each token [N] its share of the mean over its unit, which has so many `tokens`; None: means
+    of rows [S].
+    """
+    return row_means(values, x) if tokens is None else values / tokens.clamp(min=1)
+
+
 def weighted(values: torch.Tensor, x: LossInputs) -> torch.Tensor:
     """Token losses times the weights of an off-policy correction, where there is one."""
     return values if x.weights is None else valid(values, x.mask) * valid(x.weights, x.mask)
@@ -62,18 +71,24 @@ def part(x: LossInputs, *, expert: bool) -> LossInputs | None:
     if x.is_expert is None:
         return None if expert else x
     d = x.denominators
-    own = replace(
+    policy = replace(
         d,
         tokens=d.expert_tokens,
         rows=d.expert_rows,
-        num_runs=None if d.num_runs is None else d.expert_runs,
+        num_runs=d.num_runs and d.expert_runs,
+        num_groups=d.num_groups and d.expert_groups,
     )
     if not expert:
-        runs = None if d.num_runs is None else d.num_runs - d.expert_runs
-        own = replace(d, tokens=d.tokens - own.tokens, rows=d.rows - own.rows, num_runs=runs)
-    if own.tokens <= 0 or own.rows <= 0:
+        policy = replace(
+            d,
+            tokens=d.tokens - policy.tokens,
+            rows=d.rows - policy.rows,
+            num_runs=d.num_runs and d.num_runs - d.expert_runs,
+            num_groups=d.num_groups and d.num_groups - d.expert_groups,
+        )
+    if policy.tokens <= 0 or policy.rows <= 0:
         return None
-    return replace(x, mask=x.mask & (x.is_expert if expert else ~x.is_expert), denominators=own)
+    return replace(x, mask=x.mask & (x.is_expert if expert else ~x.is_expert), denominators=policy)
 
 
 def nothing(x: LossInputs) -> torch.Tensor:
@@ -95,11 +110,13 @@ def aggregate(values: torch.Tensor, x: TokenRows) -> torch.Tensor:
     match x.loss_agg_mode:
         case "token-mean":
             return values.sum() / d.tokens
+        case "token-sum":
+            return values.sum()
         case "run-mean":
-            each = (
-                row_means(values, x) if x.run_tokens is None else values / x.run_tokens.clamp(min=1)
-            )
-            return each.sum() / d.runs
+            return _means(values, x, x.run_tokens).sum() / d.runs
+        case "prompt-mean":
+            tokens = x.run_tokens if x.group_tokens is None else x.group_tokens
+            return _means(values, x, tokens).sum() / d.groups
         case "seq-mean-token-sum":
             return values.sum() / d.runs
         case "seq-mean-token-sum-norm":

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args
+from typing import ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 Computed = Literal["old", "ref", "entropy", "sum_squares", "discriminator_mean", "values"]
 """What a forward pass over the rows of a step gives, per trained token: log-probs of the policy
@@ -12,11 +12,16 @@ before the step and of the reference model, entropy H, over the vocabulary the s
 of p^2 (H + log p), the critic's values.
 """
 AggMode = Literal[
-    "token-mean", "run-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    "token-mean",
+    "token-sum",
+    "run-mean",
+    "prompt-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
 ]
 
 Rejection = Literal[
-    "none",
     "token_k1",
     "token_k2",
     "token_k3",
@@ -50,6 +55,7 @@ class Args(BaseModel):
     that runs of a task are compared with each other, so that a group of one has none, and
     `compares_rows` that it sees the rows of a run, each a step of it; others see runs. Of a policy
     loss, `samples` says which rows need a sampler's log-probs, `pairs` that rows come in pairs,
+    `labels` that rows have labels,
     `agg_mode` the aggregation it is defined with, and `fixed_agg` that it knows no other.
     """
 
@@ -59,6 +65,7 @@ class Args(BaseModel):
     baseline: ClassVar[bool] = False
     samples: ClassVar[Sampled] = "all"
     pairs: ClassVar[bool] = False
+    labels: ClassVar[bool] = False
     agg_mode: ClassVar[AggMode | None] = None
     fixed_agg: ClassVar[bool] = False
     in_groups: ClassVar[bool] = True
@@ -74,11 +81,23 @@ class Args(BaseModel):
         return ()
 
     @property
+    def reward_parts(self) -> tuple[str, ...] | None:
+        """Parts of the reward that an advantage reads in place of the reward; (): whichever there
+        are; None: the reward itself.
+        """
+        return None
+
+    @property
     def whole_groups(self) -> bool:
         """Whether rows are compared by what only the rows themselves hold, so that a step must have
         all rows of a group.
         """
         return False
+
+    @property
+    def teacher_top(self) -> int:
+        """Of a policy loss: how many of the teacher's most likely tokens it reads at each token."""
+        return 0
 
     @property
     def zero_without_advantage(self) -> bool:
@@ -103,19 +122,6 @@ def declared(args: object) -> Args:
     return args if isinstance(args, Args) else NoArgs()
 
 
-def moot(
-    default: Any, instead: str, *, description: str, harmless: bool = False, **constraints: Any
-) -> Any:
-    """An argument that other tools have and that can have no meaning here, for the reason
-    `instead`.
-
-    `harmless` as in the configuration's schema: the run may start, because the weights that come
-    out are the same.
-    """
-    mark: Any = {"moot": instead} | ({"harmless": True} if harmless else {})
-    return Field(default, description=description, json_schema_extra=mark, **constraints)
-
-
 class GradientArgs(Args):
     """For losses that are a multiple of the advantage, token by token."""
 
@@ -124,28 +130,11 @@ class GradientArgs(Args):
         return True
 
 
-class _HasBounds(Protocol):
-    @property
-    def low(self) -> float: ...
-
-
-Clipping = TypeVar("Clipping", bound=_HasBounds)
-
-
-def below_one(args: Clipping) -> Clipping:
-    """Validator of arguments with clip bounds."""
-    if args.low > 1:
-        raise ValueError(
-            f"clip_range {args.low} as the lower bound must be at most 1; set clip_range_low"
-        )
-    return args
-
-
 class ClippedArgs(Args):
     """For losses that clip a ratio."""
 
     clip_range: float = Field(
-        0.2, ge=0, description="both clip bounds, where the two below are null"
+        0.2, ge=0, le=1, description="both clip bounds, where the two below are null"
     )
     clip_range_low: float | None = Field(
         None, ge=0, le=1, description="the ratio is clipped at 1 - clip_range_low"
@@ -153,8 +142,6 @@ class ClippedArgs(Args):
     clip_range_high: float | None = Field(
         None, ge=0, description="the ratio is clipped at 1 + clip_range_high"
     )
-
-    _bounds = model_validator(mode="after")(below_one)
 
     @property
     def low(self) -> float:

@@ -17,6 +17,7 @@ import numpy as np
 from rft.algorithm.args import AggMode
 from rft.plugins import kind
 from rft.types.completion import Credit
+from rft.types.credit import ScoredRow
 from rft.types.ports import GroupStats
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 sample_strategy = kind("sample_strategy")
 policy_loss = kind("policy_loss_fn")
 policy_extra = kind("policy_extra")  # what the policy loss of the same name reads of the whole step
+KEEP = "keep"  # of what a policy_extra returns: tokens where it is 0 leave the loss
 kl_penalty = kind("kl_penalty_fn")  # fn(x, args) -> the KL of each row's tokens, list of [L_i]
 kl_loss = kind("kl_loss_fn")
 entropy_loss = kind("entropy_loss_fn")
@@ -34,7 +36,7 @@ entropy_loss = kind("entropy_loss_fn")
 # ---------------------------------------------------------------- which parts an algorithm is made
 # of
 
-Data = Literal["chats", "texts", "pairs"]
+Data = Literal["chats", "texts", "pairs", "labels"]
 
 
 @dataclass(kw_only=True)
@@ -43,8 +45,8 @@ class AlgorithmDefaults:
 
     name: str
     doc: str
-    advantage_fn: str
-    policy_loss_fn: str
+    advantage_fn: str = "grpo"
+    policy_loss_fn: str = "ppo"
     kl_loss_fn: str = "none"
     entropy_loss_fn: str = "default"
     loss_agg_mode: AggMode = "token-mean"
@@ -66,9 +68,9 @@ def define_algorithm(name: str, doc: str, **parts: Any) -> AlgorithmDefaults:
     """Registers an algorithm under `name`: `define_algorithm("mine", "What it is.",
     advantage_fn="grpo", policy_loss_fn="mine")`.
     """
-    made = AlgorithmDefaults(name=name, doc=doc, **parts)
-    made.__module__ = sys._getframe(1).f_globals["__name__"]  # the file that registers it
-    return kind("algorithm")(name)(made)
+    defaults = AlgorithmDefaults(name=name, doc=doc, **parts)
+    defaults.__module__ = sys._getframe(1).f_globals["__name__"]  # the file that registers it
+    return kind("algorithm")(name)(defaults)
 
 
 class BufferStrategy:
@@ -93,6 +95,7 @@ class StepRow:
     step: int  # number in the run
     reward: float
     credit: Credit = "run"  # whose reward it is, see rft.types.credit
+    reward_parts: Mapping[str, float] = field(default_factory=dict)  # by name
     logprobs: np.ndarray  # of the policy that sampled
     token_rewards: np.ndarray | None = None
     old: np.ndarray | None = None
@@ -110,6 +113,13 @@ class StepRow:
     @property
     def length(self) -> int:
         return len(self.logprobs)
+
+    @property
+    def scored(self) -> ScoredRow:
+        """The row as its group's statistics take it."""
+        return ScoredRow(
+            self.reward, self.run, self.step, self.length, self.credit, self.reward_parts
+        )
 
     @property
     def rewards(self) -> np.ndarray:
@@ -131,9 +141,9 @@ class StepInputs:
     An advantage and a sample strategy see each run as one row (`rft.algorithm.runs`), and
     statistics of runs.
 
-    `keep`, bool [L_i], are the tokens that count, for parts that come after it is known; None =
-    all.  `bypass`: the losses' ratio is taken against the policy that sampled, else against the one
-    before the step.
+    `keep`, bool [L_i], are the tokens that count: those that no off-policy correction rejects, and
+    for extras of losses that the advantage keeps, too; None = all.  `bypass`: the losses' ratio is
+    taken against the policy that sampled, else against the one before the step.
     """
 
     rows: Sequence[StepRow]
@@ -148,15 +158,21 @@ class StepInputs:
         """float64 [S]."""
         return np.array([r.reward for r in self.rows], np.float64)
 
+    @property
+    def counted_rows(self) -> np.ndarray:
+        """bool [S]: of which a token counts."""
+        if self.keep is None:
+            return np.ones(len(self.rows), np.bool_)
+        return np.array([keep.any() for keep in self.keep], np.bool_)
+
     def stats(self, row: StepRow) -> GroupStats:
         return self.groups[row.group]
 
     @property
     def counted(self) -> np.ndarray:
         """bool [N], `keep` of all rows, one after the other."""
-        return np.concatenate(
-            [np.ones(r.length, np.bool_) for r in self.rows] if self.keep is None else self.keep
-        )
+        masks = [np.ones(r.length, np.bool_) for r in self.rows] if self.keep is None else self.keep
+        return np.concatenate([np.zeros(0, np.bool_), *masks])
 
     def current(self, row: StepRow) -> np.ndarray:
         """float64 [L]: log-probs of the policy before the step, which a part has to ask for with
@@ -195,13 +211,13 @@ class PreparedStep:
     [L_i] per row.
 
     `weights` multiply token losses; tokens that are not in `keep` leave the loss and its
-    denominators.  `extra` goes into `LossInputs.extra` under the same names.  `drawn`: the lists
+    denominators.  `extra` goes into `LossInputs.extra` under the same names.  `selected`: the lists
     are of these rows, by number, some perhaps several times or never; None = all rows once, in
     order.
     """
 
     advantages: Sequence[np.ndarray]
-    drawn: Sequence[int] | None = None
+    selected: Sequence[int] | None = None
     returns: Sequence[np.ndarray] | None = None
     weights: Sequence[np.ndarray] | None = None
     keep: Sequence[np.ndarray] | None = None
@@ -226,6 +242,12 @@ class Denominators:
     expert_rows: float = 0.0
     num_runs: float | None = None  # runs with at least one unmasked token; None: each row is one
     expert_runs: float = 0.0
+    num_groups: float | None = None  # groups with at least one unmasked token; None: as runs
+    expert_groups: float = 0.0
+
+    @property
+    def groups(self) -> float:
+        return self.runs if self.num_groups is None else self.num_groups
 
     @property
     def runs(self) -> float:
@@ -239,7 +261,8 @@ class TokenRows:
 
     `row` is int64 [N], the sequence each token belongs to (0..S-1), `mask` bool [N] (False tokens
     never count, whatever they hold). `run_tokens`, float32 [N], are the unmasked tokens of the
-    whole run of each token; None: its row is the run. Invariant: all tokens of a sequence are in
+    whole run of each token, `group_tokens` those of its group; None: its row is the run, its run
+    the group.  Invariant: all tokens of a sequence are in
     the same micro-batch, where per-sequence statistics are taken; those of a run need not be.
     """
 
@@ -249,12 +272,13 @@ class TokenRows:
     denominators: Denominators
     loss_agg_mode: AggMode = "token-mean"  # of policies set by `Algorithm.loss` from the settings
     run_tokens: torch.Tensor | None = None
+    group_tokens: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs(TokenRows):
     """What the losses of a policy read.  Tensors are float32 [N]; `logprobs` carries gradient, and
-    nothing else but `entropy` does.
+    nothing else but `entropy` and `top_logprobs` does.
     """
 
     logprobs: torch.Tensor
@@ -262,14 +286,18 @@ class LossInputs(TokenRows):
     advantages: torch.Tensor
     ref_logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
+    # float32 [N, k + 1] of the teacher's k most likely tokens, and last of all others together:
+    # the policy's, with gradient, and the teacher's
+    top_logprobs: torch.Tensor | None = None
+    teacher_top_logprobs: torch.Tensor | None = None
     rollout_logprobs: torch.Tensor | None = None
     weights: torch.Tensor | None = None  # of token losses, from an off-policy correction; None = 1
     is_expert: torch.Tensor | None = None  # bool [N]
     # float32 [N] each, from the loss's `policy_extra`
     extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
     step: int = 1  # the train step
-    # factor of the KL loss in this step, where it is steered; None = the argument's
-    kl_coef: float | None = None
+    # factors of terms in this step by the names of `needs.controllers`; without: the argument's
+    factors: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

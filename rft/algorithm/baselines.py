@@ -14,7 +14,7 @@ from pydantic import Field
 
 from rft.algorithm.args import AloneArgs, Args, NoArgs
 from rft.algorithm.base import StepInputs, define_algorithm
-from rft.algorithm.group_stats import described, equal, members, scores
+from rft.algorithm.group_stats import described, equal, scores
 from rft.algorithm.runs import advantage
 from rft.types.ports import GroupStats
 
@@ -58,11 +58,11 @@ def rloo(x: StepInputs, args: NoArgs) -> np.ndarray:
     Example: rewards 0, 0, 0, 1 give -0.333333 three times and 1.
     """
 
-    def one(reward: float, group: GroupStats) -> float:
+    def score(reward: float, group: GroupStats) -> float:
         n = len(group.rewards)
         return 0.0 if equal(group.rewards) else n / (n - 1) * (reward - group.mean)
 
-    return scores(x, one)
+    return scores(x, score)
 
 
 @advantage("opmd", args=OpmdArgs)
@@ -73,7 +73,7 @@ def opmd(x: StepInputs, args: OpmdArgs) -> np.ndarray:
     Returns float32 [S].
     """
 
-    def one(reward: float, group: GroupStats) -> float:
+    def score(reward: float, group: GroupStats) -> float:
         if len(group.rewards) == 1:
             return reward
         if equal(group.rewards):
@@ -84,7 +84,7 @@ def opmd(x: StepInputs, args: OpmdArgs) -> np.ndarray:
             else _log_average_exp(group.rewards, args.tau)
         )
 
-    return scores(x, one)
+    return scores(x, score)
 
 
 @advantage("asymre", args=AsymReArgs)
@@ -96,10 +96,10 @@ def asymre(x: StepInputs, args: AsymReArgs) -> np.ndarray:
     at a little.
     """
 
-    def one(reward: float, group: GroupStats) -> float:
+    def score(reward: float, group: GroupStats) -> float:
         return reward if len(group.rewards) == 1 else reward - (group.mean + args.baseline_shift)
 
-    return scores(x, one)
+    return scores(x, score)
 
 
 @advantage("opo", args=NoArgs)
@@ -110,14 +110,14 @@ def opo(x: StepInputs, args: NoArgs) -> np.ndarray:
     Returns float32 [S].  Example: rewards 0, 0, 0, 1 with lengths 10, 20, 30, 40: b = 0.4.
     """
 
-    def one(reward: float, group: GroupStats) -> float:
+    def score(reward: float, group: GroupStats) -> float:
         if len(group.rewards) == 1:
             return reward
         if equal(group.rewards):
             return 0.0
         return reward - float(np.average(group.rewards, weights=described(group).lengths))
 
-    return scores(x, one)
+    return scores(x, score)
 
 
 @advantage("gpg", args=NoArgs)
@@ -128,7 +128,8 @@ def gpg(x: StepInputs, args: NoArgs) -> np.ndarray:
     alpha grows as fewer runs have a reward other than 0, so it is the one number here that depends
     on the batch.  Returns float32 [S].
     """
-    alpha = len(x.rows) / max(sum(row.reward != 0 for row, _ in members(x)), 1)
+    counted = [row for row, c in zip(x.rows, x.counted_rows, strict=True) if c]
+    alpha = len(counted) / max(sum(row.reward != 0 for row in counted), 1)
     return scores(
         x, lambda reward, group: 0.0 if equal(group.rewards) else alpha * (reward - group.mean)
     )
@@ -145,7 +146,6 @@ define_algorithm(
     "rloo",
     "Leave-one-out baseline (arXiv:2402.14740).",
     advantage_fn="rloo",
-    policy_loss_fn="ppo",
     repeat_times=2,
 )
 define_algorithm(

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from rft.algorithm.args import Args, NoArgs
 from rft.algorithm.base import AlgorithmDefaults
+from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import ConfigError, ConfigErrors, nearest
 from rft.plugins import REGISTRY, Plugin
 
@@ -86,20 +87,20 @@ def algorithm_defaults(name: str) -> AlgorithmDefaults:
     """
     name = RENAMED_ALGORITHMS.get(name, name)
     key = "algorithm.algorithm_type"
-    if (found := algorithms().get(name)) is not None:
-        return found
-    known = sorted({*algorithms(), *REGISTRY.names("algorithm")})
-    if ":" not in name and name not in known:
-        text = f"unknown algorithm {name!r}.  Available: {', '.join(known)}.{nearest(name, known)}"
+    if (entry := algorithms().get(name)) is not None:
+        return entry
+    names = sorted({*algorithms(), *REGISTRY.names("algorithm")})
+    if ":" not in name and name not in names:
+        text = f"unknown algorithm {name!r}.  Available: {', '.join(names)}.{nearest(name, names)}"
         raise ConfigError(text, key=key, given=name)
-    made = REGISTRY.get("algorithm", name).obj
-    if not isinstance(made, AlgorithmDefaults):
+    algorithm = REGISTRY.get("algorithm", name).obj
+    if not isinstance(algorithm, AlgorithmDefaults):
         raise ConfigError(
-            f"is {type(made).__name__}; write NAME = define_algorithm(...) in that file",
+            f"is {type(algorithm).__name__}; write NAME = define_algorithm(...) in that file",
             key=key,
             given=name,
         )
-    return made
+    return algorithm
 
 
 def compares_in_groups(advantage_fn: str) -> bool:
@@ -110,7 +111,7 @@ def compares_in_groups(advantage_fn: str) -> bool:
     return model is None or model.in_groups
 
 
-def check_args(kind: str, name: str, given: Mapping[str, Any]) -> BaseModel:
+def check_args(kind: str, name: str, args: Mapping[str, Any]) -> BaseModel:
     """The checked arguments of part `name` of `kind` ("advantage_fn", ...).
 
     `name` is a shipped name, a registered plugin's, `pkg.module:Name` or `path/file.py:Name`.
@@ -119,8 +120,13 @@ def check_args(kind: str, name: str, given: Mapping[str, Any]) -> BaseModel:
     """
     key = f"algorithm.{kind}"
     return validate(
-        part_model(kind, name, key=key), given, what=f'{KINDS[kind]} "{name}"', key=f"{key}_args"
+        part_model(kind, name, key=key), args, what=f'{KINDS[kind]} "{name}"', key=f"{key}_args"
     )
+
+
+def part_args(settings: AlgorithmSettings, kind: str) -> BaseModel:
+    """The checked arguments of the part of `kind` that `settings` name; raises as `check_args`."""
+    return check_args(kind, getattr(settings, kind), getattr(settings, f"{kind}_args"))
 
 
 def part_model(kind: str, name: str, *, key: str) -> type[BaseModel]:
@@ -142,20 +148,20 @@ def part_model(kind: str, name: str, *, key: str) -> type[BaseModel]:
         return args
     if reason := _REFUSED.get((kind, name)):
         raise ConfigError(f"{name!r} is not offered: {reason}", key=key, given=name)
-    known = REGISTRY.names(kind)
+    names = REGISTRY.names(kind)
     raise ConfigError(
-        f"unknown {KINDS[kind]} {name!r}.  Known: {', '.join(known)}.{nearest(name, known)}",
+        f"unknown {KINDS[kind]} {name!r}.  Known: {', '.join(names)}.{nearest(name, names)}",
         key=key,
         given=name,
     )
 
 
-def validate(model: type[BaseModel], given: Mapping[str, Any], *, what: str, key: str) -> BaseModel:
-    """`given` as a `model`; raises ConfigErrors that name each offending key and the nearest known
+def validate(model: type[BaseModel], args: Mapping[str, Any], *, what: str, key: str) -> BaseModel:
+    """Return `args` as a `model`; raises ConfigErrors that name each offending key and the nearest known
     one.
     """
     try:
-        return model.model_validate(dict(given))
+        return model.model_validate(dict(args))
     except ValidationError as e:
         raise ConfigErrors(
             [_error(model, error, what, key) for error in e.errors(include_url=False)]
@@ -165,15 +171,15 @@ def validate(model: type[BaseModel], given: Mapping[str, Any], *, what: str, key
 def _error(model: type[BaseModel], error: Any, what: str, key: str) -> ConfigError:
     path = ".".join(str(p) for p in error["loc"])
     full = f"{key}.{path}" if path else key
-    given = error["input"]
+    value = error["input"]
     if error["type"] == "extra_forbidden":
-        known = list(model.model_fields)
-        listed = f"Known: {', '.join(known)}." if known else "It takes no arguments."
+        names = list(model.model_fields)
+        listed = f"Known: {', '.join(names)}." if names else "It takes no arguments."
         return ConfigError(
-            f"unknown key for {what}.  {listed}{nearest(path, known)}", key=full, given=given
+            f"unknown key for {what}.  {listed}{nearest(path, names)}", key=full, given=value
         )
     field = model.model_fields.get(path)
     meaning = f"  ({field.description})" if field is not None and field.description else ""
     text = error["msg"].removeprefix("Value error, ")
-    shown = f"{given!r}: " if path else ""
-    return ConfigError(f"{shown}{text[0].lower()}{text[1:]}{meaning}", key=full, given=given)
+    shown = f"{value!r}: " if path else ""
+    return ConfigError(f"{shown}{text[0].lower()}{text[1:]}{meaning}", key=full, given=value)

@@ -1,4 +1,4 @@
-"""From the names of parts to one object that prepares a step and gives its loss.
+"""Build, from the names of parts, one object that prepares a step and computes its loss.
 
 Knows neither batches nor processes.
 Invariant: a part whose coefficient is 0 is not called, so what it would need may be missing.
@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
-from pydantic import BaseModel
 
 from rft.algorithm.args import AGG_MODES, AggMode, declared
 from rft.algorithm.base import (
+    KEEP,
     Advantages,
     BufferStrategy,
     LossInputs,
@@ -25,12 +25,12 @@ from rft.algorithm.base import (
     StepInputs,
     StepRow,
 )
-from rft.algorithm.catalog import check_args
-from rft.algorithm.correction import Corrected, CorrectionArgs, correct, diagnostics
-from rft.algorithm.needs import Needs, correction_args, needs
+from rft.algorithm.catalog import part_args
+from rft.algorithm.correction import Corrected, correct, diagnostics
+from rft.algorithm.needs import Needs, needs
 from rft.algorithm.penalty import penalised
 from rft.algorithm.runs import apart, joined, split
-from rft.algorithm.settings import AlgorithmSettings
+from rft.algorithm.settings import AlgorithmSettings, CorrectionConfig
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY, mark_of
 from rft.worker.threads import contained
@@ -53,102 +53,113 @@ class Algorithm:
     _losses: tuple[Loss, ...]  # the policy loss first
     _penalty: Callable[[StepInputs], Sequence[np.ndarray]] | None = None
     _penalty_coef: float = 0.0
-    correction: CorrectionArgs | None = None
+    correction: CorrectionConfig | None = None
     compares_rows: bool = False  # see `Args`
     in_groups: bool = True
 
     def prepare(self, x: StepInputs, *, kl_coef: float | None = None) -> PreparedStep:
-        """What the losses of a step read that depends on all of its rows.  `kl_coef`: factor of the
-        KL in the reward in this step.
+        """Compute what the losses read that depends on all rows of the step.  `kl_coef`: factor of
+        the KL penalty in this step.
 
-        In this order: KL penalty, advantages, choice of the rows (by their rewards without
-        penalty), off-policy correction, extras of the policy loss.  The first three see runs, the
-        others rows.  Raises ValueError for a part that gives other shapes.
+        In this order: off-policy correction, KL penalty, advantages, choice of the rows (by their
+        rewards without penalty), extras of the policy loss.  The first and the last see rows, the
+        others runs.  What the correction rejects is in no statistic over tokens or runs of the
+        step; statistics of groups are those of the lease.  All see rows in the order of their ids,
+        so that no draw and no tie depends on that of the lease.  Raises ValueError for a part that
+        gives other shapes.
         """
-        drawn = self._drawn_rows(x) if self._draw is not None else None
-        metrics = dict(diagnostics(x))
-        kl = None
-        corrected = (
-            correct(x, c, None) if (c := self.correction) is not None and c.weighted else None
-        )
-        weighed = x if corrected is None else _weighed(x, corrected.weights)
+        order = sorted(range(len(x.rows)), key=lambda i: _place(x.rows[i]))
+        prepared = self._prepare(replace(x, rows=[x.rows[i] for i in order]), kl_coef)
+        if prepared.selected is not None:
+            return replace(prepared, selected=[order[i] for i in prepared.selected])
+        return _in_order(prepared, np.argsort(order))
+
+    def _prepare(self, x: StepInputs, kl_coef: float | None) -> PreparedStep:
+        selected = self._selected_rows(x) if self._draw is not None else None
+        metrics = diagnostics(x)
+        corrected = Corrected() if self.correction is None else correct(x, self.correction)
+        weighed = _corrected(x, corrected)
         runs = apart(weighed) if self.compares_rows else joined(weighed)
-        seen = runs.x
+        step = runs.x
+        kl = None
         if self._penalty is not None:
-            estimates = self._penalty(seen)
-            _check_shapes("the KL penalty", estimates, seen.rows)
-            seen, kl = penalised(
-                seen, estimates, self._penalty_coef if kl_coef is None else kl_coef
-            )
-        made = split(self._advantages(seen), runs)
-        if drawn is not None:
-            x, made = _drawn(x, made, drawn)
-        # it is not that of all tokens
-        if corrected is None or drawn is not None or made.keep is not None:
-            corrected = Corrected() if c is None else correct(x, c, made.keep)
-        keep = made.keep if corrected.keep is None else corrected.keep
-        left = len(x.rows) if keep is None else sum(map(np.count_nonzero, keep))
-        extra = (
-            self._extra(replace(x, keep=keep), made.values)
-            if self._extra is not None and left
-            else {}
-        )
+            estimates = self._penalty(step)
+            _check_shapes("the KL penalty", estimates, step.rows)
+            coef = self._penalty_coef if kl_coef is None else kl_coef
+            step, kl = penalised(step, estimates, coef)
+        advantages = split(self._advantages(step), runs)
+        arrays: list[Any] = [advantages.values, advantages.returns, corrected.weights]
+        arrays.append(_both(advantages.keep, corrected.keep))
+        if selected is not None:
+            x = replace(x, rows=[x.rows[i] for i in selected])
+            arrays = [a and [a[i] for i in selected] for a in arrays]
+        values, returns, weights, keep = arrays
+        num_tokens = len(x.rows) if keep is None else sum(map(np.count_nonzero, keep))
+        extra: dict[str, Sequence[np.ndarray]] = {}
+        if self._extra is not None and num_tokens:
+            extra = dict(self._extra(replace(x, keep=keep), values))
+            if (kept := extra.pop(KEEP, None)) is not None:
+                keep = _both(keep, [array != 0 for array in kept])
         return PreparedStep(
-            advantages=made.values,
-            drawn=drawn,
-            returns=made.returns,
-            weights=corrected.weights,
+            advantages=values,
+            selected=selected,
+            returns=returns,
+            weights=weights,
             keep=keep,
             extra=extra,
-            metrics={**metrics, **made.metrics, **corrected.metrics},
-            rewards=[row.rewards for row in seen.rows] if kl is not None else None,
+            metrics={**metrics, **advantages.metrics, **corrected.metrics},
+            rewards=[row.rewards for row in step.rows] if kl is not None else None,
             kl=kl,
         )
 
-    def _drawn_rows(self, x: StepInputs) -> list[int]:
-        """The rows of the drawn runs."""
+    def _selected_rows(self, x: StepInputs) -> list[int]:
+        """Return the rows of the runs that the sample strategy chooses."""
         assert self._draw is not None, "asked only where there is a choice"
         runs = joined(x)
         return [i for run in self._draw(runs.x) for i in runs.rows[run]]
 
     def _advantages(self, x: StepInputs) -> Advantages:
         """Of the policy's own rows, compared with each other alone; an expert's have advantage 0."""
-        own = [row for row in x.rows if not row.is_expert]
-        made = spread(self._advantage(replace(x, rows=own)), own)
+        of_policy = [i for i, row in enumerate(x.rows) if not row.is_expert]
+        policy_rows = [x.rows[i] for i in of_policy]
+        keep = None if x.keep is None else [x.keep[i] for i in of_policy]
+        advantages = spread(self._advantage(replace(x, rows=policy_rows, keep=keep)), policy_rows)
         if self.in_groups:
-            made = replace(made, metrics={**made.metrics, LONE_RUNS: _lone(x, own)})
-        if len(own) == len(x.rows):
-            return made
+            advantages = replace(
+                advantages, metrics={**advantages.metrics, LONE_RUNS: _lone(x, policy_rows)}
+            )
+        if len(policy_rows) == len(x.rows):
+            return advantages
 
-        def filled(given: Sequence[np.ndarray] | None, what: np.ndarray) -> list[np.ndarray] | None:
-            if given is None:
+        def filled(part: Sequence[np.ndarray] | None, what: np.ndarray) -> list[np.ndarray] | None:
+            if part is None:
                 return None
-            arrays = iter(given)
+            arrays = iter(part)
             return [np.full(row.length, what) if row.is_expert else next(arrays) for row in x.rows]
 
         zero = np.zeros((), np.float32)
-        one = np.ones((), np.bool_)
+        ones = np.ones((), np.bool_)
         return replace(
-            made,
-            values=filled(made.values, zero) or [],
-            returns=filled(made.returns, zero),
-            keep=filled(made.keep, one),
+            advantages,
+            values=filled(advantages.values, zero) or [],
+            returns=filled(advantages.returns, zero),
+            keep=filled(advantages.keep, ones),
         )
 
     def loss(self, x: LossInputs) -> LossOutput:
-        """Policy, KL and entropy loss of one micro-batch.  Adding `loss` over micro-batches and
-        ranks gives the loss of the step.
+        """Return the policy, KL and entropy loss of one micro-batch; `loss` summed over
+        micro-batches and ranks is the loss of the step.
 
-        Metric sums: the parts' own, and pg_loss and loss, all to be divided by
+        Metric sums are the parts' own, pg_loss and loss, all to be divided by
         `x.denominators.tokens`.
         """
         x = replace(x, loss_agg_mode=self.loss_agg_mode)
-        policy, *others = [loss(x) for loss in self._losses]
+        policy, *terms = [loss(x) for loss in self._losses]
         total = policy.loss
         sums = dict(policy.sums)
         maxima = dict(policy.maxima)
         sums["pg_loss"] = policy.loss.detach() * x.denominators.tokens
-        for out in others:
+        for out in terms:
             total = total + out.loss
             sums |= out.sums
             maxima |= out.maxima
@@ -157,7 +168,7 @@ class Algorithm:
 
 
 def build(settings: AlgorithmSettings) -> Algorithm:
-    """The algorithm that `settings` name.  Raises ConfigError for unknown parts and wrong
+    """Return the algorithm that `settings` name.  Raises ConfigError for unknown parts and wrong
     arguments.
     """
     REGISTRY.scan_package("rft.algorithm")
@@ -167,52 +178,77 @@ def build(settings: AlgorithmSettings) -> Algorithm:
             key="algorithm.loss_agg_mode",
         )
     needed = needs(settings)
-    losses = [_bind("policy_loss_fn", settings.policy_loss_fn, settings.policy_loss_fn_args)]
+    losses = [_bind("policy_loss_fn", settings)]
     if needed.kl_loss:
-        losses.append(_bind("kl_loss_fn", settings.kl_loss_fn, settings.kl_loss_fn_args))
+        losses.append(_bind("kl_loss_fn", settings))
     if needed.entropy:
-        losses.append(
-            _bind("entropy_loss_fn", settings.entropy_loss_fn, settings.entropy_loss_fn_args)
-        )
-    advantage = _bind("advantage_fn", settings.advantage_fn, settings.advantage_fn_args)
-    compares = declared(
-        check_args("advantage_fn", settings.advantage_fn, settings.advantage_fn_args)
-    )
-    draw = _bind("sample_strategy", settings.sample_strategy, settings.sample_strategy_args)
+        losses.append(_bind("entropy_loss_fn", settings))
+    compares = declared(part_args(settings, "advantage_fn"))
     part = REGISTRY.get("sample_strategy", settings.sample_strategy).obj
     by_buffer = inspect.isclass(part) and issubclass(part, BufferStrategy)
     penalty = None
     coef = 0.0
     if needed.kl_penalty:
-        penalty = _bind("kl_penalty_fn", settings.kl_penalty_fn, settings.kl_penalty_fn_args)
-        args = check_args("kl_penalty_fn", settings.kl_penalty_fn, settings.kl_penalty_fn_args)
+        penalty = _bind("kl_penalty_fn", settings)
+        args = part_args(settings, "kl_penalty_fn")
         coef = float(args.model_dump().get("kl_coef", 1.0))
     return Algorithm(
         needed,
         cast(AggMode, settings.loss_agg_mode),
-        advantage,
-        None if by_buffer else draw,
+        _bind("advantage_fn", settings),
+        None if by_buffer else _bind("sample_strategy", settings),
         _extra(settings),
         tuple(losses),
         penalty,
         coef,
-        correction_args(settings),
+        settings.rollout_correction,
         compares_rows=compares.compares_rows,
         in_groups=compares.in_groups,
     )
 
 
-def _weighed(x: StepInputs, weights: Sequence[np.ndarray] | None) -> StepInputs:
-    """`x` with the weights of the off-policy correction, where there are some."""
-    return (
-        x
-        if weights is None
-        else replace(x, rows=[replace(r, weights=w) for r, w in zip(x.rows, weights, strict=True)])
+def _place(row: StepRow) -> tuple[str, str, int, int]:
+    """Where a row stands among those of its step; the lineage decides last, so a resumed run draws as
+    the first one.
+    """
+    return row.group.partition(".")[2], row.group, row.run, row.step
+
+
+def _in_order(prepared: PreparedStep, numbers: np.ndarray) -> PreparedStep:
+    """`prepared` with its rows by these numbers."""
+
+    def of(arrays: Sequence[np.ndarray] | None) -> Any:
+        return arrays and [arrays[i] for i in numbers]
+
+    return replace(
+        prepared,
+        advantages=of(prepared.advantages),
+        returns=of(prepared.returns),
+        weights=of(prepared.weights),
+        keep=of(prepared.keep),
+        extra={name: of(arrays) for name, arrays in prepared.extra.items()},
     )
 
 
+def _corrected(x: StepInputs, corrected: Corrected) -> StepInputs:
+    """`x` with the weights of the off-policy correction and without what it rejects."""
+    rows = x.rows
+    if corrected.weights is not None:
+        rows = [replace(r, weights=w) for r, w in zip(rows, corrected.weights, strict=True)]
+    return replace(x, rows=rows, keep=corrected.keep)
+
+
+def _both(
+    first: Sequence[np.ndarray] | None, second: Sequence[np.ndarray] | None
+) -> Sequence[np.ndarray] | None:
+    """The tokens that both keep; None: all."""
+    if first is None or second is None:
+        return first or second
+    return [a & b for a, b in zip(first, second, strict=True)]
+
+
 def _lone(x: StepInputs, rows: Sequence[StepRow]) -> float:
-    """The number of runs that have none left to be compared with; the first is named."""
+    """Count the runs that have no other run of their task to compare with; log the first."""
     lone = {
         (row.group, row.run): row
         for row in rows
@@ -227,32 +263,24 @@ def _lone(x: StepInputs, rows: Sequence[StepRow]) -> float:
     return float(len(lone))
 
 
-def _drawn(x: StepInputs, made: Advantages, drawn: Sequence[int]) -> tuple[StepInputs, Advantages]:
-    def of(given: Sequence[np.ndarray] | None) -> list[np.ndarray] | None:
-        return None if given is None else [given[i] for i in drawn]
+def spread(values: Any, rows: Sequence[StepRow]) -> Advantages:
+    """Return as `Advantages` what an advantage part returned: one number per row, an array per row,
+    or `Advantages`.
 
-    chosen = replace(
-        made, values=of(made.values) or [], returns=of(made.returns), keep=of(made.keep)
-    )
-    return replace(x, rows=[x.rows[i] for i in drawn]), chosen
-
-
-def spread(given: Any, rows: Sequence[StepRow]) -> Advantages:
-    """What an advantage part gave as `Advantages`: it may be one number per row, an array per row,
-    or the whole.
-
-    Raises ValueError naming the row whose length is wrong.  Numbers that are not finite pass: their
-    step is skipped and named.
+    Raises ValueError naming the row whose length is wrong.  Numbers that are not finite pass: the
+    trainer skips their step and says so.
     """
-    made = given if isinstance(given, Advantages) else Advantages(values=_per_token(given, rows))
+    advantages = (
+        values if isinstance(values, Advantages) else Advantages(values=_per_token(values, rows))
+    )
     for name, arrays in (
-        ("advantages", made.values),
-        ("returns", made.returns),
-        ("keep", made.keep),
+        ("advantages", advantages.values),
+        ("returns", advantages.returns),
+        ("keep", advantages.keep),
     ):
         if arrays is not None:
             _check_shapes(name, arrays, rows)
-    return made
+    return advantages
 
 
 def _check_shapes(name: str, arrays: Sequence[np.ndarray], rows: Sequence[StepRow]) -> None:
@@ -266,23 +294,23 @@ def _check_shapes(name: str, arrays: Sequence[np.ndarray], rows: Sequence[StepRo
             )
 
 
-def _per_token(given: Any, rows: Sequence[StepRow]) -> list[np.ndarray]:
-    if len(given) != len(rows):
-        raise ValueError(f"{len(given)} advantages were given for {len(rows)} rows")
+def _per_token(values: Any, rows: Sequence[StepRow]) -> list[np.ndarray]:
+    if len(values) != len(rows):
+        raise ValueError(f"{len(values)} advantages were given for {len(rows)} rows")
     return [
         np.full(r.length, a, np.float32) if np.ndim(a) == 0 else np.asarray(a, np.float32)
-        for a, r in zip(given, rows, strict=True)
+        for a, r in zip(values, rows, strict=True)
     ]
 
 
 def _extra(settings: AlgorithmSettings) -> Extra | None:
     name = settings.policy_loss_fn
-    if ":" in name:  # named by its place: its extra goes by the name that its decorator gives it
+    if ":" in name:  # a path: its extra has the name that the decorator gives
         marked = mark_of(REGISTRY.get("policy_loss_fn", name).obj)
         name = name if marked is None else marked.name
     if name not in REGISTRY.names("policy_extra"):
         return None
-    args = check_args("policy_loss_fn", settings.policy_loss_fn, settings.policy_loss_fn_args)
+    args = part_args(settings, "policy_loss_fn")
     part = REGISTRY.get("policy_extra", name).obj
     bypass = settings.bypass_old_logprobs
     return lambda x, advantages: cast(
@@ -290,8 +318,9 @@ def _extra(settings: AlgorithmSettings) -> Extra | None:
     )
 
 
-def _bind(kind: str, name: str, given: Any) -> Callable[..., Any]:
-    args: BaseModel = check_args(kind, name, given)
+def _bind(kind: str, settings: AlgorithmSettings) -> Callable[..., Any]:
+    name = getattr(settings, kind)
+    args = part_args(settings, kind)
     part = REGISTRY.get(kind, name).obj
 
     def call(*inputs: Any) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from rft.algorithm import ratio as ratios
-from rft.algorithm.aggregate import aggregate, valid, weighted
+from rft.algorithm.aggregate import valid
 from rft.algorithm.args import Args, ClippedArgs, Computed, GradientArgs
 from rft.algorithm.base import (
     LossInputs,
@@ -71,15 +71,12 @@ def clip_cov(x: LossInputs, args: ClipCovArgs) -> LossOutput:
     import torch
 
     a = valid(x.advantages, x.mask)
-    log_ratio = ratios.log_ratio(x)
-    ratio = log_ratio.exp()
+    ratio = ratios.log_ratio(x).exp()
     chosen = valid(x.extra[CHOSEN], x.mask) > 0
     values = valid(
         torch.maximum(-a * ratio, -a * ratio.clamp(1 - args.low, 1 + args.high)), ~chosen
     )
-    sums, maxima = ratios.ratio_metrics(log_ratio, x)
-    sums["pg_clipfrac"] = ratios.share(chosen, x)
-    return LossOutput(loss=aggregate(weighted(values, x), x), sums=sums, maxima=maxima)
+    return ratios.output(values, x, pg_clipfrac=chosen)
 
 
 @policy_extra("clip_cov", args=ClipCovArgs)
@@ -117,10 +114,8 @@ def kl_cov(x: LossInputs, args: KlCovArgs) -> LossOutput:
     log_ratio = ratios.log_ratio(x)
     chosen = valid(x.extra[CHOSEN], x.mask) > 0
     penalty = valid(log_ratio.abs(), chosen)
-    sums, maxima = ratios.ratio_metrics(log_ratio, x)
-    sums["kl_cov_frac"] = ratios.share(chosen, x)
     values = -valid(x.advantages, x.mask) * log_ratio.exp() + args.ppo_kl_coef * penalty
-    return LossOutput(loss=aggregate(weighted(values, x), x), sums=sums, maxima=maxima)
+    return ratios.output(values, x, kl_cov_frac=chosen)
 
 
 @policy_extra("kl_cov", args=KlCovArgs)
@@ -156,12 +151,10 @@ def _marked(x: StepInputs, chosen: np.ndarray) -> Mapping[str, Sequence[np.ndarr
 define_algorithm(
     "clip_cov",
     "GRPO; tokens that lower the entropy most cost nothing (arXiv:2505.22617).",
-    advantage_fn="grpo",
     policy_loss_fn="clip_cov",
 )
 define_algorithm(
     "kl_cov",
-    "GRPO; such tokens are held near the old policy instead (arXiv:2505.22617).",
-    advantage_fn="grpo",
+    "GRPO; the tokens that lower the entropy most are held near the old policy (arXiv:2505.22617).",
     policy_loss_fn="kl_cov",
 )

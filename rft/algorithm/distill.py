@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from rft.algorithm.args import AloneArgs, moot
+from rft.algorithm.args import AloneArgs
 from rft.algorithm.base import StepInputs, StepRow, define_algorithm
 from rft.algorithm.runs import advantage
 
@@ -44,13 +44,6 @@ class JsdArgs(_Taught):
     )
     kl_coef: float = Field(1.0, ge=0, description="factor of the advantage")
     temperature: float = Field(1.0, gt=0, description="divides both log-probs")
-    chunk_size: int | None = moot(
-        None,
-        "all tokens are computed at once: they are single numbers",
-        harmless=True,
-        ge=1,
-        description="tokens computed at the same time; null: all",
-    )
 
 
 @advantage("on_policy_distill", args=OnPolicyDistillArgs)
@@ -84,7 +77,7 @@ def jsd(x: StepInputs, args: JsdArgs) -> list[np.ndarray]:
     divergence, arXiv:2306.13649.  Raises ValueError for a row without a teacher's log-probs.
     """
 
-    def one(teacher: np.ndarray, student: np.ndarray) -> np.ndarray:
+    def row_score(teacher: np.ndarray, student: np.ndarray) -> np.ndarray:
         b = args.lambda_coef
         t = teacher / args.temperature
         s = student / args.temperature
@@ -94,10 +87,10 @@ def jsd(x: StepInputs, args: JsdArgs) -> list[np.ndarray]:
             score = np.expm1(np.minimum(t - s, _LIMIT))
         else:
             score = (1 - b) * (np.logaddexp(math.log1p(-b) + s, math.log(b) + t) - s)
-        given: np.ndarray = (args.kl_coef * score).astype(np.float32)
-        return given
+        advantage: np.ndarray = (args.kl_coef * score).astype(np.float32)
+        return advantage
 
-    return [one(teacher, student) for teacher, student in map(_both, x.rows)]
+    return [row_score(teacher, student) for teacher, student in map(_both, x.rows)]
 
 
 def _both(row: StepRow) -> tuple[np.ndarray, np.ndarray]:
@@ -115,13 +108,11 @@ define_algorithm(
     "on_policy_distill",
     "A teacher's log-probs as advantages.",
     advantage_fn="on_policy_distill",
-    policy_loss_fn="ppo",
     entropy_loss_fn="none",
 )
 define_algorithm(
     "jsd",
     "Distillation by Jensen-Shannon divergence (arXiv:2306.13649).",
     advantage_fn="jsd",
-    policy_loss_fn="ppo",
     entropy_loss_fn="none",
 )

@@ -1,32 +1,31 @@
-"""Direct preference optimisation (arXiv:2305.18290) on pairs of a chosen and a rejected row.
-
-Invariant: rows alternate chosen, rejected; both of a pair are in the same micro-batch
-(`TrainRow.pair`).
-"""
+"""Preferences against a reference model: DPO (arXiv:2305.18290) and IPO (arXiv:2310.12036)."""
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pydantic import Field
 
-from rft.algorithm.aggregate import row_sums, valid
-from rft.algorithm.args import AggMode, Args, Sampled
-from rft.algorithm.base import LossInputs, LossOutput, define_algorithm, policy_loss
+from rft.algorithm import pairs
+from rft.algorithm.aggregate import row_means, row_sums
+from rft.algorithm.base import LossInputs, LossOutput, policy_loss
 
 
-class DpoArgs(Args):
+class DpoArgs(pairs.ReferencePairArgs):
     """Direct preference optimisation (arXiv:2305.18290)."""
-
-    reference: ClassVar[bool] = True
-    samples: ClassVar[Sampled] = "none"
-    pairs: ClassVar[bool] = True
-    agg_mode: ClassVar[AggMode | None] = "seq-mean-token-sum"
-    fixed_agg: ClassVar[bool] = True
 
     beta: float = Field(0.1, gt=0, description="factor of the implicit reward")
     label_smoothing: float = Field(
         0.0, ge=0, lt=0.5, description="share of preferences taken to be the wrong way round"
+    )
+
+
+class IpoArgs(pairs.ReferencePairArgs):
+    """Identity preference optimisation (arXiv:2310.12036)."""
+
+    beta: float = Field(
+        0.1, gt=0, description="the paper's tau: the margin comes near 1 / (2 beta)"
+    )
+    per_token: bool = Field(
+        False, description="log ratios are means over a row's tokens, as in TRL, not their sums"
     )
 
 
@@ -38,48 +37,36 @@ def dpo(x: LossInputs, args: DpoArgs) -> LossOutput:
         loss = -(1 - e) log sigmoid(m) - e log sigmoid(-m),  e = label_smoothing,
 
     as the mean over the step's pairs, whatever `loss_agg_mode`.  Raises ValueError for an odd
-    number of rows and without reference log-probs.  Metrics, as means over pairs: dpo_loss,
+    number of rows and without reference log-probs.  Metrics, as means over pairs:
     chosen_reward, rejected_reward, reward_margin, accuracy_mean (m > 0), chosen_logps and
     rejected_logps (sums over a row's tokens).
     """
     from torch.nn.functional import logsigmoid
 
-    if x.num_rows % 2:
-        raise ValueError(
-            f"DPO needs pairs, but a micro-batch has {x.num_rows} rows; mark pairs with "
-            f"`TrainRow.pair`"
-        )
-    if x.ref_logprobs is None:
-        raise ValueError("DPO needs x.ref_logprobs; `needs(settings).reference` says so")
-    rewards = args.beta * row_sums(valid(x.logprobs, x.mask) - valid(x.ref_logprobs, x.mask), x)
-    logps = row_sums(valid(x.logprobs.detach(), x.mask), x)
-    chosen = rewards[0::2]
-    rejected = rewards[1::2]
-    margin = chosen - rejected
+    rewards = args.beta * pairs.log_ratios(x, "DPO")
+    margin = pairs.margins(rewards, "DPO")
     e = args.label_smoothing
-    pairs = x.denominators.rows / 2
-    loss = (-(1 - e) * logsigmoid(margin) - e * logsigmoid(-margin)).sum() / pairs
-    each = x.denominators.tokens / pairs  # sums are divided by tokens
-    return LossOutput(
-        loss=loss,
-        sums={
-            "dpo_loss": loss.detach() * x.denominators.tokens,
-            "chosen_reward": chosen.detach().sum() * each,
-            "rejected_reward": rejected.detach().sum() * each,
-            "reward_margin": margin.detach().sum() * each,
-            "chosen_logps": logps[0::2].sum() * each,
-            "rejected_logps": logps[1::2].sum() * each,
-            "accuracy_mean": (margin.detach() > 0).to(margin.dtype).sum() * each,
-        },
-    )
+    losses = -(1 - e) * logsigmoid(margin) - e * logsigmoid(-margin)
+    return pairs.output(losses, rewards, x)
 
 
-define_algorithm(
-    "dpo",
-    "Direct preference optimisation (arXiv:2305.18290).",
-    advantage_fn="none",
-    policy_loss_fn="dpo",
-    repeat_times=1,
-    data="pairs",
-    entropy_loss_fn="none",
-)
+@policy_loss("ipo", args=IpoArgs)
+def ipo(x: LossInputs, args: IpoArgs) -> LossOutput:
+    """With h = the log ratio (logprob - ref, summed over the row) of the chosen row less that of
+    the rejected one:
+
+        loss = (h - 1 / (2 beta))^2,
+
+    as the mean over the step's pairs: the margin has a target and does not grow for ever.  Equation
+    17 of the paper; TRL takes means over the row's tokens (`per_token`).  Metrics and errors: those
+    of `dpo`, with beta times the log ratio as the reward.
+
+    Example: h 3 and beta 0.1: (3 - 5)^2 = 4.
+    """
+    ratios = pairs.log_ratios(x, "IPO", row_means if args.per_token else row_sums)
+    h = pairs.margins(ratios, "IPO")
+    return pairs.output((h - 0.5 / args.beta).square(), args.beta * ratios, x)
+
+
+pairs.define("dpo", "Direct preference optimisation (arXiv:2305.18290).")
+pairs.define("ipo", "DPO with a target for the margin (arXiv:2310.12036).")

@@ -60,11 +60,10 @@ def clipb(x: StepInputs, args: ClipBArgs) -> Advantages:
     without log-probs or entropies.
     """
     s = np.concatenate([np.zeros(0), *map(_discriminator, x.rows)])
-    far = (
-        s - s.mean() < -args.mu * s.std()
-        if len(s) and s.std() >= _NO_SPREAD
-        else np.zeros(len(s), np.bool_)
-    )
+    counted = s[x.counted]
+    far = np.zeros(len(s), np.bool_)
+    if len(counted) and counted.std() >= _NO_SPREAD:
+        far = x.counted & (s - counted.mean() < -args.mu * counted.std())
     a = _advantages(x, args.epsilon)
     return _without(x, a, far & (a < 0), "clipb")
 
@@ -79,13 +78,12 @@ def clipv(x: StepInputs, args: ClipVArgs) -> Advantages:
     """
     d = np.concatenate([np.zeros(0), *(_mean(row) - _discriminator(row) for row in x.rows)])
     a = _advantages(x, args.epsilon)
-    std = d.std() if len(d) else 0.0
-    far = (
-        np.flatnonzero((a < 0) & (d > args.mu * std))
-        if std >= _NO_SPREAD
-        else np.zeros(0, np.int64)
-    )
-    most = max(1, int(args.max_frac * len(d)))
+    counted = d[x.counted]
+    std = counted.std() if len(counted) else 0.0
+    far = np.zeros(0, np.int64)
+    if std >= _NO_SPREAD:
+        far = np.flatnonzero(x.counted & (a < 0) & (d > args.mu * std))
+    most = max(1, int(args.max_frac * len(counted)))
     if len(far) > most:
         far = far[np.argsort(-d[far], kind="stable")[:most]]
     drop = np.zeros(len(d), np.bool_)
@@ -101,9 +99,9 @@ def _advantages(x: StepInputs, epsilon: float) -> np.ndarray:
 
 
 def _without(x: StepInputs, a: np.ndarray, drop: np.ndarray, name: str) -> Advantages:
-    bad = int((a < 0).sum())
+    bad = int((a[x.counted] < 0).sum())
     metrics = {
-        f"{name}/frac_clipped": float(drop.mean()) if len(drop) else 0.0,
+        f"{name}/frac_clipped": float(drop[x.counted].mean()) if x.counted.any() else 0.0,
         f"{name}/frac_clipped_neg": float(drop.sum()) / max(bad, 1),
     }
     return Advantages(

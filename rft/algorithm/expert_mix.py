@@ -118,10 +118,10 @@ def _mixed(x: LossInputs, mu: float, low: float, high: float, imitate: Imitate) 
     loss = nothing(x)
     maxima: dict[str, torch.Tensor] = {}
     sums = {"mu": mu * x.mask.to(x.logprobs.dtype).sum()}
-    if (own := part(x, expert=False)) is not None:
-        out = ppo(own, PpoArgs.model_validate({"clip_range_low": low, "clip_range_high": high}))
+    if (policy := part(x, expert=False)) is not None:
+        out = ppo(policy, PpoArgs.model_validate({"clip_range_low": low, "clip_range_high": high}))
         loss = loss + (1 - mu) * out.loss
-        each = tokens / own.denominators.tokens
+        each = tokens / policy.denominators.tokens
         sums |= {f"usual/{name}": value * each for name, value in out.sums.items()}
         sums["usual/pg_loss"] = out.loss.detach() * tokens
         maxima = {f"usual/{name}": value for name, value in out.maxima.items()}
@@ -135,7 +135,6 @@ def _mixed(x: LossInputs, mu: float, low: float, high: float, imitate: Imitate) 
 define_algorithm(
     "mix",
     "GRPO and SFT on an expert's rows.",
-    advantage_fn="grpo",
     policy_loss_fn="mix",
     entropy_loss_fn="mix",
     sample_strategy="mix",
@@ -143,7 +142,6 @@ define_algorithm(
 define_algorithm(
     "mix_chord",
     "The same with a weight that follows the step (arXiv:2508.11408).",
-    advantage_fn="grpo",
     policy_loss_fn="mix_chord",
     entropy_loss_fn="mix",
     sample_strategy="mix",

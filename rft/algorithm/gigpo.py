@@ -106,33 +106,35 @@ def _returns(
         groups[row.group].append(i)
     episodes: dict[str, dict[int, float]] = {}
     returns = [0.0] * len(rows)
-    for name, mine in groups.items():
-        given = [args.step_reward_key in rows[i].info for i in mine]
-        if any(given) != all(given):
-            missing = rows[mine[given.index(False)]]
+    for name, indices in groups.items():
+        present = [args.step_reward_key in rows[i].info for i in indices]
+        if any(present) != all(present):
+            missing = rows[indices[present.index(False)]]
             raise ValueError(
-                f'group {name}: info["{args.step_reward_key}"] is there for {sum(given)} of '
-                f"{len(given)} rows; run {missing.run}, step "
+                f'group {name}: info["{args.step_reward_key}"] is there for {sum(present)} of '
+                f"{len(present)} rows; run {missing.run}, step "
                 f"{missing.step} has none.  Write it for every step of the task or for none"
             )
-        known = described(x.groups[name])
-        members = sorted(zip(known.runs, known.steps, known.rewards, strict=True))
-        if any(given):
-            own = {
-                (rows[i].run, rows[i].step): _number(rows[i], args.step_reward_key) for i in mine
+        stats = described(x.groups[name])
+        members = sorted(zip(stats.runs, stats.steps, stats.rewards, strict=True))
+        if any(present):
+            step_rewards = {
+                (rows[i].run, rows[i].step): _number(rows[i], args.step_reward_key) for i in indices
             }
             # the rows of a run do not share its reward
-            apart = len({(run, r) for run, _, r in members}) > len(set(known.runs))
-            by_step = apart and all(rows[i].reward == own[rows[i].run, rows[i].step] for i in mine)
+            apart = len({(run, r) for run, _, r in members}) > len(set(stats.runs))
+            by_step = apart and all(
+                rows[i].reward == step_rewards[rows[i].run, rows[i].step] for i in indices
+            )
             members = [
-                (run, step, own.get((run, step), r))
+                (run, step, step_rewards.get((run, step), r))
                 for run, step, r in members
-                if by_step or (run, step) in own
+                if by_step or (run, step) in step_rewards
             ]
         runs: dict[int, dict[int, float]] = defaultdict(dict)
         for run, step, reward in members:
             runs[run][step] = reward
-        if not any(given):  # a row has the reward of its run, which comes with the last step
+        if not any(present):  # a row has the reward of its run, which comes with the last step
             runs |= {
                 run: {**dict.fromkeys(steps, 0.0), max(steps): steps[max(steps)]}
                 for run, steps in runs.items()
@@ -142,7 +144,7 @@ def _returns(
             run: dict(zip(r, to_go(np.array([*r.values()]), args.gamma), strict=True))
             for run, r in runs.items()
         }
-        for i in mine:
+        for i in indices:
             returns[i] = float(ahead[rows[i].run][rows[i].step])
     return episodes, returns
 
@@ -179,5 +181,8 @@ def _state(row: StepRow, key: str) -> Hashable:
 
 
 define_algorithm(
-    "gigpo", "Group in group (arXiv:2505.10978).", advantage_fn="gigpo", policy_loss_fn="ppo"
+    "gigpo",
+    "Compares whole runs, and steps that begin in the same state (arXiv:2505.10978).",
+    advantage_fn="gigpo",
+    policy_loss_fn="ppo",
 )

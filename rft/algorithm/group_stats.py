@@ -26,9 +26,9 @@ def members(x: StepInputs) -> Iterator[tuple[StepRow, GroupStats]]:
         yield row, x.stats(row)
 
 
-def scores(x: StepInputs, one: Callable[[float, GroupStats], float]) -> np.ndarray:
+def scores(x: StepInputs, score: Callable[[float, GroupStats], float]) -> np.ndarray:
     """float32 [S]: `one` of every row's reward and its group."""
-    return np.array([one(row.reward, group) for row, group in members(x)], np.float32)
+    return np.array([score(row.reward, group) for row, group in members(x)], np.float32)
 
 
 def equal(rewards: Sequence[float]) -> bool:

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal
 
-import msgspec
 import numpy as np
 from pydantic import Field
 
-from rft.algorithm.args import EPSILON, Args, moot
+from rft.algorithm.args import EPSILON, Args
 from rft.algorithm.base import StepInputs, StepRow, define_algorithm
 from rft.algorithm.group_stats import described, equal, members, scores, unbiased_std
+from rft.algorithm.penalty import statistics_of
 from rft.algorithm.runs import advantage
 from rft.types.ports import GroupStats
 
@@ -44,12 +44,6 @@ class GrpoArgs(Args):
     epsilon: float = Field(1e-6, gt=0, description=EPSILON)
     norm_by_std: bool = Field(True, description="divide by the unbiased standard deviation")
     std_threshold: float | None = drop_threshold()
-    duplicate_experiences: bool = moot(
-        False,
-        "dropped groups are not made up for: the buffer has one max_uses for all of its rows, and "
-        "rows are never copied",
-        description="use remaining groups again in place of the dropped ones",
-    )
     rank_penalty: float | None = Field(
         None,
         ge=0,
@@ -90,8 +84,8 @@ def grpo(x: StepInputs, args: GrpoArgs) -> np.ndarray:
     """A = (R - mean) / (std + epsilon) with the unbiased standard deviation; without `norm_by_std`
     A = R - mean.
 
-    With `std_cal_level: batch`, std is that of the rewards of all runs of the step
-    (arXiv:2508.08221).  With `rank_penalty` p, first R <- R (1 - p rank / n), for scoring and
+    With `std_cal_level: batch`, std is that of the rewards of all runs of the step of which a token
+    counts (arXiv:2508.08221).  With `rank_penalty` p, first R <- R (1 - p rank / n), for scoring and
     statistics alike, where rank counts the n runs of the group in the step that are less likely, by
     their mean log-prob (arXiv:2506.02355); equally likely runs share the mean of their ranks.
 
@@ -103,15 +97,16 @@ def grpo(x: StepInputs, args: GrpoArgs) -> np.ndarray:
     """
     if args.rank_penalty is not None:
         x = _penalised(x, args.rank_penalty)
-    batch = unbiased_std(x.rewards) if args.norm_by_std and args.std_cal_level == "batch" else None
+    rewards = x.rewards[x.counted_rows]
+    batch = unbiased_std(rewards) if args.norm_by_std and args.std_cal_level == "batch" else None
 
-    def one(reward: float, group: GroupStats) -> float:
+    def score(reward: float, group: GroupStats) -> float:
         if equal(group.rewards):
             return 0.0
         std = group.std if batch is None else batch
         return (reward - group.mean) / (std + args.epsilon if args.norm_by_std else 1.0)
 
-    return scores(x, one)
+    return scores(x, score)
 
 
 @advantage("grpo_passk", args=NormArgs)
@@ -122,13 +117,13 @@ def grpo_passk(x: StepInputs, args: NormArgs) -> np.ndarray:
     Returns float32 [S].  Two best runs, like a group of one, give 0 (arXiv:2503.19595).
     """
 
-    def one(reward: float, group: GroupStats) -> float:
+    def score(reward: float, group: GroupStats) -> float:
         if equal(group.rewards) or reward != max(group.rewards):
             return 0.0
         best, second = sorted(group.rewards, reverse=True)[:2]
         return (best - second) / (group.std + args.epsilon if args.norm_by_std else 1.0)
 
-    return scores(x, one)
+    return scores(x, score)
 
 
 @advantage("step_wise_grpo", args=StepWiseGrpoArgs)
@@ -147,7 +142,7 @@ def step_wise_grpo(x: StepInputs, args: StepWiseGrpoArgs) -> np.ndarray:
         else None
     )
 
-    def one(row: StepRow, group: GroupStats) -> float:
+    def score(row: StepRow, group: GroupStats) -> float:
         runs = list(last[group.group].values())
         if equal(runs):
             return 0.0
@@ -155,7 +150,7 @@ def step_wise_grpo(x: StepInputs, args: StepWiseGrpoArgs) -> np.ndarray:
         score = (last[group.group][row.run] - float(np.mean(runs))) / (std + args.epsilon)
         return score / group.runs.count(row.run) if args.enable_step_norm else score
 
-    return np.array([one(row, group) for row, group in members(x)], np.float32)
+    return np.array([score(row, group) for row, group in members(x)], np.float32)
 
 
 def _last_rewards(group: GroupStats) -> dict[int, float]:
@@ -166,36 +161,23 @@ def _last_rewards(group: GroupStats) -> dict[int, float]:
 
 def _penalised(x: StepInputs, penalty: float) -> StepInputs:
     """`x` with the rewards of likely runs lowered, and statistics of the lowered rewards."""
-    of: dict[str, list[int]] = defaultdict(list)
+    indices_of: dict[str, list[int]] = defaultdict(list)
     for i, row in enumerate(x.rows):
-        of[row.group].append(i)
-    rewards = x.rewards
-    groups = dict(x.groups)
-    for name, numbers in of.items():
-        rank = _ranks([float(np.mean(x.rows[i].logprobs, dtype=np.float64)) for i in numbers])
-        rewards[numbers] *= 1 - penalty * rank / len(numbers)
-        mine = [float(r) for r in rewards[numbers]]
-        groups[name] = msgspec.structs.replace(
-            groups[name],
-            rewards=tuple(mine),
-            mean=float(np.mean(mine)),
-            std=unbiased_std(mine),
-            runs=(),
-            steps=(),
-            lengths=(),
-        )
-    return replace(
-        x,
-        rows=[replace(row, reward=float(r)) for row, r in zip(x.rows, rewards, strict=True)],
-        groups=groups,
-    )
+        indices_of[row.group].append(i)
+    rows = list(x.rows)
+    for numbers in indices_of.values():
+        ranks = _ranks([float(np.mean(rows[i].logprobs, dtype=np.float64)) for i in numbers])
+        for i, rank in zip(numbers, ranks, strict=True):
+            factor = 1 - penalty * float(rank) / len(numbers)
+            rows[i] = replace(rows[i], reward=rows[i].reward * factor)
+    return replace(x, rows=rows, groups=statistics_of(x, rows))
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray:
     """How many are smaller, from 0; equal ones share the mean of their ranks."""
-    given = np.asarray(values, np.float64)
-    smaller = (given[None, :] < given[:, None]).sum(1)
-    same = (given[None, :] == given[:, None]).sum(1)
+    array = np.asarray(values, np.float64)
+    smaller = (array[None, :] < array[:, None]).sum(1)
+    same = (array[None, :] == array[:, None]).sum(1)
     ranks: np.ndarray = smaller + (same - 1) / 2
     return ranks
 
@@ -206,17 +188,13 @@ define_algorithm(
     "kl_loss_fn is set: "
     "Trinity-RFT's preset adds k2 with kl_coef 0.001, which costs a reference model; write "
     "kl_loss_fn: k2 for the same.",
-    advantage_fn="grpo",
-    policy_loss_fn="ppo",
 )
 define_algorithm(
     "dr_grpo",
     "GRPO without its two biases (arXiv:2503.20783): advantages are not divided by the group's "
     "standard deviation, "
     "and a sequence's loss is divided by max_response_tokens instead of its own length.",
-    advantage_fn="grpo",
     advantage_fn_args={"norm_by_std": False},
-    policy_loss_fn="ppo",
     loss_agg_mode="seq-mean-token-sum-norm",
 )
 define_algorithm(
@@ -225,8 +203,6 @@ define_algorithm(
     "an argument of every reward; "
     "groups of equal rewards stay in the step with advantage 0; the operator dapo_dynamic_sampling "
     "plays others in their place.",
-    advantage_fn="grpo",
-    policy_loss_fn="ppo",
     policy_loss_fn_args={"clip_range_low": 0.2, "clip_range_high": 0.28},
     repeat_times=16,
 )
@@ -234,11 +210,9 @@ define_algorithm(
     "grpo_passk",
     "Only the best answer of a group counts (arXiv:2503.19595).",
     advantage_fn="grpo_passk",
-    policy_loss_fn="ppo",
 )
 define_algorithm(
     "multi_step_grpo",
     "GRPO over runs of several steps.",
     advantage_fn="step_wise_grpo",
-    policy_loss_fn="ppo",
 )

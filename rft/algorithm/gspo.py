@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rft.algorithm import ratio as ratios
-from rft.algorithm.aggregate import aggregate, masked_sum, row_means, valid, weighted
-from rft.algorithm.args import AggMode, ClippedArgs, GradientArgs, below_one
+from rft.algorithm.aggregate import row_means, valid
+from rft.algorithm.args import AggMode, ClippedArgs, GradientArgs
 from rft.algorithm.base import LossInputs, LossOutput, define_algorithm, policy_loss
 
 MAX_LOG_RATIO = 10.0
@@ -25,7 +25,7 @@ class GspoArgs(GradientArgs):
     agg_mode: ClassVar[AggMode | None] = "run-mean"
 
     clip_range: float | None = Field(
-        None, ge=0, description="both bounds, where the two below are not given"
+        None, ge=0, le=1, description="both bounds, where the two below are not given"
     )
     clip_range_low: float = Field(
         3e-4, ge=0, le=1, description="the sequence ratio is clipped at 1 - this"
@@ -33,8 +33,6 @@ class GspoArgs(GradientArgs):
     clip_range_high: float = Field(
         4e-4, ge=0, description="the sequence ratio is clipped at 1 + this"
     )
-
-    _bounds = model_validator(mode="after")(below_one)
 
     @property
     def low(self) -> float:
@@ -57,7 +55,7 @@ class GeoMeanArgs(ClippedArgs, GradientArgs):
     fixed_agg: ClassVar[bool] = True
 
     clip_range: float = Field(
-        0.2, ge=0, description="both bounds of the log ratio, where the two below are null"
+        0.2, ge=0, le=1, description="both bounds of the log ratio, where the two below are null"
     )
     clip_range_low: float | None = Field(
         None, ge=0, le=1, description="the log ratio is clipped at -clip_range_low"
@@ -82,17 +80,13 @@ def gspo(x: LossInputs, args: GspoArgs) -> LossOutput:
     import torch
 
     a = valid(x.advantages, x.mask)
-    own = valid(x.logprobs, x.mask)
+    logprobs = valid(x.logprobs, x.mask)
     q = row_means(ratios.difference(x).detach(), x)[x.row]
-    s = (own - own.detach() + q).clamp(max=MAX_LOG_RATIO).exp()
-    plain = -a * s
+    s = (logprobs - logprobs.detach() + q).clamp(max=MAX_LOG_RATIO).exp()
+    unclipped = -a * s
     clipped = -a * s.clamp(1 - args.low, 1 + args.high)
-    sums, maxima = ratios.ratio_metrics(ratios.log_ratio(x), x)
-    sums["pg_clipfrac"] = ratios.share(clipped > plain, x)
-    sums["ppo_kl_seq"] = masked_sum(-q, x.mask)
-    return LossOutput(
-        loss=aggregate(weighted(torch.maximum(plain, clipped), x), x), sums=sums, maxima=maxima
-    )
+    loss = torch.maximum(unclipped, clipped)
+    return ratios.output(loss, x, pg_clipfrac=clipped > unclipped, ppo_kl_seq=-q)
 
 
 @policy_loss("geo_mean", args=GeoMeanArgs)
@@ -119,26 +113,29 @@ def geo_mean(x: LossInputs, args: GeoMeanArgs) -> LossOutput:
         # a weight of 0 anywhere takes the sequence's to about 0
         floor = torch.finfo(x.weights.dtype).tiny
         loss = loss * row_means(valid(x.weights, x.mask).clamp(min=floor).log(), x).exp()
-    sums, maxima = ratios.ratio_metrics(log_ratio, x)
-    sums["pg_clipfrac"] = ratios.share((pessimistic != log_ratio) & (a != 0), x)
-    return LossOutput(
-        loss=aggregate(loss[x.row], replace(x, loss_agg_mode="run-mean")), sums=sums, maxima=maxima
-    )
+    of_runs = replace(x, loss_agg_mode="run-mean", weights=None)
+    clipped = (pessimistic != log_ratio) & (a != 0)
+    return ratios.output(loss[x.row], of_runs, pg_clipfrac=clipped)
 
 
 define_algorithm(
     "gspo",
     "Ratios of whole sequences (arXiv:2507.18071).",
-    advantage_fn="grpo",
     policy_loss_fn="gspo",
     repeat_times=2,
     loss_agg_mode="run-mean",
 )
 define_algorithm(
+    "luspo",
+    "GSPO where a sequence counts by its length (arXiv:2602.05261): every token weighs the same, so "
+    "answers do not shrink.",
+    policy_loss_fn="gspo",
+    loss_agg_mode="seq-mean-token-sum",
+)
+define_algorithm(
     "gmpo",
     "Geometric mean of a sequence's ratios (arXiv:2507.20673), with the paper's bounds of the log "
     "ratio.",
-    advantage_fn="grpo",
     policy_loss_fn="geo_mean",
     policy_loss_fn_args={"clip_range": 0.4},
     loss_agg_mode="run-mean",

@@ -42,8 +42,8 @@ def sft_is(x: LossInputs, args: SftArgs) -> LossOutput:
     """loss = -logprob sg(p), p = exp(logprob), per token: the gradient of -p (arXiv:2508.05629).
     Metric: sft_loss.
     """
-    own = valid(x.logprobs, x.mask)
-    return _output(-own * own.detach().exp(), x)
+    logprobs = valid(x.logprobs, x.mask)
+    return _output(-logprobs * logprobs.detach().exp(), x)
 
 
 @policy_loss("sft_phi", args=SftPhiArgs)
@@ -64,9 +64,9 @@ def likelihood(x: LossInputs) -> LossOutput:
 
 def uncertain(x: LossInputs, cutoff_prob: float = 1.0) -> LossOutput:
     """`sft_phi` with its argument."""
-    own = valid(x.logprobs, x.mask).clamp(max=math.log(cutoff_prob))
-    p = own.detach().exp()
-    return _output(-own * p * (1 - p), x)
+    logprobs = valid(x.logprobs, x.mask).clamp(max=math.log(cutoff_prob))
+    p = logprobs.detach().exp()
+    return _output(-logprobs * p * (1 - p), x)
 
 
 def _output(values: torch.Tensor, x: LossInputs) -> LossOutput:

@@ -3,10 +3,10 @@ alone.
 
 With d = ref - logprob: k1 = -d, abs = |d|, k2 = d^2/2, k3 = e^d - d - 1 (Schulman, "Approximating
 KL divergence"), low_var_kl = k3 with d clipped to +-20 and the result to +-10, corrected_k3 = ratio
-k3 with the ratio against the old policy cut at 2, gradient through both; an expert's tokens have no
-old policy, their ratio is 1.  `name+` has the value of `name` and the gradient of k2, which on
-samples of the policy is the gradient of KL(policy || reference); k1 alone has an expected gradient
-of 0. Invariant: every estimator is 0 where the two models agree.
+k3 with the ratio against the old policy cut at 2, unbiased_k3 (DeepSeek-V3.2, arXiv:2512.02556)
+the same uncut, gradient through both; an expert's tokens have no old policy, their ratio is 1.
+`name+` has the value of `name` and the gradient of k2, which on samples of the policy is the
+gradient of KL(policy || reference); k1 alone has an expected gradient of 0. Invariant: every estimator is 0 where the two models agree.
 """
 
 from __future__ import annotations
@@ -84,23 +84,23 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def _loss(
-    estimate: Estimator, x: LossInputs, args: KlArgs, *, straight_through: bool, corrected: bool
+    estimate: Estimator, x: LossInputs, args: KlArgs, *, straight_through: bool, max_ratio: float
 ) -> LossOutput:
     if x.ref_logprobs is None:
         raise ValueError("a KL loss needs x.ref_logprobs; `needs(settings).reference` says so")
     logprobs = valid(x.logprobs, x.mask)
     d = valid(x.ref_logprobs, x.mask) - logprobs
     value = estimate(d)
-    if corrected:
+    if max_ratio:
         sampled = x.mask if x.is_expert is None else x.mask & ~x.is_expert
         value = value * (valid(logprobs, sampled) - valid(x.old_logprobs, sampled)).clamp(
             -20, 20
-        ).exp().clamp(max=MAX_RATIO)
+        ).exp().clamp(max=max_ratio)
     if straight_through:
         pull = k2(d)
         value = pull - pull.detach() + value.detach()
     total = aggregate(value, x)
-    coef = args.kl_coef if x.kl_coef is None else x.kl_coef
+    coef = x.factors.get("kl_loss", args.kl_coef)
     # what a controller steers: the mean over the rows of the mean over their tokens
     kl = aggregate(value.detach(), replace(x, loss_agg_mode="seq-mean-token-mean"))
     tokens = x.denominators.tokens
@@ -109,11 +109,11 @@ def _loss(
     )
 
 
-def _register(name: str, estimate: Estimator, *, corrected: bool = False) -> None:
+def _register(name: str, estimate: Estimator, max_ratio: float = 0.0) -> None:
     def add(name: str, straight_through: bool) -> None:
         @kl_loss(name, args=KlArgs)
         def loss(x: LossInputs, args: KlArgs) -> LossOutput:
-            return _loss(estimate, x, args, straight_through=straight_through, corrected=corrected)
+            return _loss(estimate, x, args, straight_through=straight_through, max_ratio=max_ratio)
 
     add(name, False)
     add(name + "+", True)
@@ -121,7 +121,8 @@ def _register(name: str, estimate: Estimator, *, corrected: bool = False) -> Non
 
 for _name, _estimate in ESTIMATORS.items():
     _register(_name, _estimate)
-_register("corrected_k3", k3, corrected=True)
+_register("corrected_k3", k3, MAX_RATIO)
+_register("unbiased_k3", k3, float("inf"))
 
 
 @kl_loss("none", args=NoArgs)

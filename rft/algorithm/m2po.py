@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from rft.algorithm import ratio as ratios
-from rft.algorithm.aggregate import aggregate, valid, weighted
+from rft.algorithm.aggregate import valid
 from rft.algorithm.args import Computed, GradientArgs
 from rft.algorithm.base import (
     LossInputs,
@@ -49,12 +49,10 @@ def m2po(x: LossInputs, args: M2poArgs) -> LossOutput:
     All valid tokens are in the denominators.  Metrics, as means over valid tokens: masked_fraction,
     those of `ratio_metrics`.
     """
-    kept = valid(x.extra[KEPT], x.mask) > 0
+    keep = valid(x.extra[KEPT], x.mask) > 0
     log_ratio = ratios.log_ratio(x, args.log_ratio_clip)
-    values = valid(-valid(x.advantages, x.mask) * log_ratio.exp(), kept)
-    sums, maxima = ratios.ratio_metrics(log_ratio, x)
-    sums["masked_fraction"] = ratios.share(~kept, x)
-    return LossOutput(loss=aggregate(weighted(values, x), x), sums=sums, maxima=maxima)
+    values = valid(-valid(x.advantages, x.mask) * log_ratio.exp(), keep)
+    return ratios.output(values, x, masked_fraction=~keep)
 
 
 @policy_extra("m2po", args=M2poArgs)
@@ -72,14 +70,13 @@ def kept_tokens(
     moments = np.square(log_ratio[onwards])
     order = np.argsort(moments, kind="stable")
     running = np.cumsum(moments[order]) / np.arange(1, len(order) + 1)
-    kept = np.ones(len(log_ratio), np.float32)
-    kept[np.flatnonzero(onwards)[order[np.count_nonzero(running <= args.m2_threshold) :]]] = 0
-    return {KEPT: x.split(kept)}
+    keep = np.ones(len(log_ratio), np.float32)
+    keep[np.flatnonzero(onwards)[order[np.count_nonzero(running <= args.m2_threshold) :]]] = 0
+    return {KEPT: x.split(keep)}
 
 
 define_algorithm(
     "m2po",
     "Second-moment mask for stale rows (arXiv:2510.01161).",
-    advantage_fn="grpo",
     policy_loss_fn="m2po",
 )

@@ -7,9 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rft.algorithm.args import Computed, Sampled, declared
-from rft.algorithm.catalog import check_args, validate
-from rft.algorithm.controller import KlController
-from rft.algorithm.correction import CorrectionArgs
+from rft.algorithm.catalog import part_args
+from rft.algorithm.controller import Controller, EntropyController, KlController
 from rft.algorithm.entropy import EntropyArgs
 from rft.algorithm.kl import KlArgs
 from rft.algorithm.settings import AlgorithmSettings
@@ -31,6 +30,8 @@ class Needs:
     skips_zero: bool = False  # rows whose advantages are all 0 have no loss and no gradient
     # tokens that were drawn from a part of the distribution may be among them: a correction rejects
     any_sampling: bool = False
+    reward_parts: tuple[str, ...] | None = None  # see `Args.reward_parts`
+    teacher_top: int = 0  # see `Args.teacher_top`
 
     @property
     def critic(self) -> bool:
@@ -38,38 +39,37 @@ class Needs:
 
 
 def needs(settings: AlgorithmSettings) -> Needs:
-    """A KL or entropy term with coefficient 0 needs nothing.  Raises ConfigError for wrong
-    arguments.
+    """A KL with coefficient 0 needs nothing, nor does an entropy term whose coefficient stays 0.
+    Raises ConfigError for wrong arguments.
     """
-    kl = check_args("kl_loss_fn", settings.kl_loss_fn, settings.kl_loss_fn_args)
-    entropy = check_args("entropy_loss_fn", settings.entropy_loss_fn, settings.entropy_loss_fn_args)
-    parts = [
-        check_args("advantage_fn", settings.advantage_fn, settings.advantage_fn_args),
-        check_args("policy_loss_fn", settings.policy_loss_fn, settings.policy_loss_fn_args),
-    ]
-    before = frozenset[Computed]().union(*(declared(args).before for args in parts))
-    kl_loss = settings.kl_loss_fn != "none" and not (isinstance(kl, KlArgs) and kl.kl_coef == 0)
-    penalty = check_args("kl_penalty_fn", settings.kl_penalty_fn, settings.kl_penalty_fn_args)
-    kl_penalty = settings.kl_penalty_fn != "none" and not (
-        isinstance(penalty, KlArgs) and penalty.kl_coef == 0
+    kl_loss, kl_penalty, bonus = (
+        getattr(settings, kind) != "none"
+        and (args.get(coefficient) != 0 or bool(args.get(steered)))
+        for kind, coefficient, steered in (
+            ("kl_loss_fn", "kl_coef", ""),
+            ("kl_penalty_fn", "kl_coef", ""),
+            ("entropy_loss_fn", "entropy_coef", "adaptive"),
+        )
+        for args in (part_args(settings, kind).model_dump(),)
     )
+    parts = [declared(part_args(settings, kind)) for kind in ("advantage_fn", "policy_loss_fn")]
+    advantage, loss = parts
+    before = advantage.before | loss.before
     if kl_penalty:
         before |= {"ref"}
-    if (correction := correction_args(settings)) is not None and correction.measured:
+    if (correction := settings.rollout_correction) is not None and correction.measured:
         before |= {"old"}
-    bonus = settings.entropy_loss_fn != "none" and not (
-        isinstance(entropy, EntropyArgs) and entropy.entropy_coef == 0
-    )
-    loss = declared(parts[1])
     return Needs(
-        reference=kl_loss or "ref" in before or any(declared(args).reference for args in parts),
+        reference=kl_loss or "ref" in before or any(args.reference for args in parts),
         kl_loss=kl_loss,
         kl_penalty=kl_penalty,
         entropy=bonus,
         before=before,
         samples=loss.samples,
         pairs=loss.pairs,
-        any_sampling=correction is not None and correction.rollout_rs != "none",
+        reward_parts=advantage.reward_parts,
+        teacher_top=loss.teacher_top,
+        any_sampling=correction is not None and bool(correction.rollout_rs),
         skips_zero=loss.zero_without_advantage
         and not kl_loss
         and not bonus
@@ -77,32 +77,26 @@ def needs(settings: AlgorithmSettings) -> Needs:
     )
 
 
-def correction_args(settings: AlgorithmSettings) -> CorrectionArgs | None:
-    """The checked `algorithm.rollout_correction`; None where there is none.  Raises ConfigErrors
-    for wrong arguments.
-    """
-    if settings.rollout_correction is None:
-        return None
-    checked = validate(
-        CorrectionArgs,
-        settings.rollout_correction,
-        what="the rollout correction",
-        key="algorithm.rollout_correction",
-    )
-    assert isinstance(checked, CorrectionArgs)
-    return checked
-
-
-def controllers(settings: AlgorithmSettings) -> dict[str, KlController]:
-    """What holds the factor of each KL term in use: "kl_penalty" and "kl_loss"."""
+def controllers(settings: AlgorithmSettings) -> dict[str, Controller]:
+    """What holds the factor of each term in use: "kl_penalty", "kl_loss" and "entropy_loss"."""
     needed = needs(settings)
-    found = {}
-    for name, used in (("kl_penalty", needed.kl_penalty), ("kl_loss", needed.kl_loss)):
-        args = check_args(
-            f"{name}_fn", getattr(settings, f"{name}_fn"), getattr(settings, f"{name}_fn_args")
-        )
-        if used and isinstance(args, KlArgs):
-            found[name] = KlController(
-                args.kl_coef, args.target_kl if args.adaptive else None, args.horizon
+    used = {
+        "kl_penalty": needed.kl_penalty,
+        "kl_loss": needed.kl_loss,
+        "entropy_loss": needed.entropy,
+    }
+    by_name: dict[str, Controller] = {}
+    for name in (name for name, is_used in used.items() if is_used):
+        args = part_args(settings, f"{name}_fn")
+        if isinstance(args, KlArgs):
+            target = args.target_kl if args.adaptive else None
+            by_name[name] = KlController(coef=args.kl_coef, target=target, horizon=args.horizon)
+        elif isinstance(args, EntropyArgs):
+            by_name[name] = EntropyController(
+                coef=args.entropy_coef,
+                target=args.target_entropy if args.adaptive else None,
+                delta=args.delta,
+                low=args.min_coef,
+                high=args.max_coef,
             )
-    return found
+    return by_name

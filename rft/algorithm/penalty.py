@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from rft.algorithm.args import NoArgs
 from rft.algorithm.base import StepInputs, StepRow, kl_penalty
 from rft.algorithm.kl import ESTIMATORS, MAX_RATIO, KlArgs, k3
-from rft.types.credit import ScoredRow, group_statistics
+from rft.types.credit import group_statistics
 from rft.types.ports import GroupStats
 
 if TYPE_CHECKING:
@@ -44,27 +45,22 @@ def penalised(x: StepInputs, kls: Sequence[np.ndarray], coef: float) -> tuple[St
         for row, kl in zip(x.rows, kls, strict=True)
     ]
     means = [kl.mean() for row, kl in zip(x.rows, kls, strict=True) if not row.is_expert]
-    return replace(x, rows=rows, groups=_statistics(x, rows)), float(
+    return replace(x, rows=rows, groups=statistics_of(x, rows)), float(
         np.mean(means)
     ) if means else 0.0
 
 
-def _statistics(x: StepInputs, rows: list[StepRow]) -> dict[str, GroupStats]:
+def statistics_of(x: StepInputs, rows: Sequence[StepRow]) -> dict[str, GroupStats]:
+    """Statistics of the groups of `x` over the policy's `rows`."""
     members: dict[str, list[StepRow]] = defaultdict(list)
     for row in rows:
         if not row.is_expert:
             members[row.group].append(row)
-    return {
-        name: _of(group, members[name]) if name in members else group
-        for name, group in x.groups.items()
+    order = attrgetter("run", "step")
+    return dict(x.groups) | {
+        name: group_statistics(name, [row.scored for row in sorted(of_group, key=order)])
+        for name, of_group in members.items()
     }
-
-
-def _of(group: GroupStats, rows: list[StepRow]) -> GroupStats:
-    rows = sorted(rows, key=lambda r: (r.run, r.step))
-    return group_statistics(
-        group.group, [ScoredRow(r.reward, r.run, r.step, r.length, r.credit) for r in rows]
-    )
 
 
 def _estimates(x: StepInputs, estimate: Estimator, *, corrected: bool) -> list[np.ndarray]:
@@ -76,10 +72,10 @@ def _estimates(x: StepInputs, estimate: Estimator, *, corrected: bool) -> list[n
     """
     import torch
 
-    found = []
+    estimates = []
     for row in x.rows:
         if row.is_expert:
-            found.append(np.zeros(row.length))
+            estimates.append(np.zeros(row.length))
             continue
         if row.ref is None:
             raise ValueError(
@@ -92,8 +88,8 @@ def _estimates(x: StepInputs, estimate: Estimator, *, corrected: bool) -> list[n
             kl = kl * np.minimum(
                 np.exp(np.clip(old - row.logprobs.astype(np.float64), -20, 20)), MAX_RATIO
             )
-        found.append(kl)
-    return found
+        estimates.append(kl)
+    return estimates
 
 
 def _register(name: str, estimate: Estimator, *, corrected: bool = False) -> None:

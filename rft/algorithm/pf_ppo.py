@@ -3,7 +3,7 @@
 Knows rewards, not losses.  The ledger's rows are not copied: those of a run drawn k times stand k
 times in this step's micro-batches, so that every loss, metric and denominator is that of the drawn
 runs, whatever the aggregation; a run drawn 0 times is not computed. Invariant: the draw depends on
-seed, step and runs, not on their order.
+seed, step and runs.
 """
 
 from __future__ import annotations
@@ -39,19 +39,8 @@ def pf_ppo(x: StepInputs, args: PfPpoArgs) -> list[int]:
     runs.  Returns the drawn runs' numbers, in ascending order.
     """
     w = weights(x.rewards, args)
-    order = sorted(
-        range(len(w)),
-        key=lambda i: (
-            x.rows[i].group.partition(".")[2],
-            x.rows[i].group,
-            x.rows[i].run,
-            x.rows[i].step,
-        ),
-    )
-    drawn = np.random.default_rng((x.seed, x.step)).choice(
-        len(w), size=len(w), p=w[order] / w.sum()
-    )
-    return sorted(order[i] for i in drawn)
+    choices = np.random.default_rng((x.seed, x.step)).choice(len(w), size=len(w), p=w / w.sum())
+    return sorted(choices.tolist())
 
 
 def weights(rewards: np.ndarray, args: PfPpoArgs) -> np.ndarray:
@@ -67,5 +56,5 @@ def weights(rewards: np.ndarray, args: PfPpoArgs) -> np.ndarray:
             w = (top | (rewards == rewards.min(initial=np.inf))).astype(np.float64)
         case "max_random":
             w = np.where(top, 0.4, 0.1)
-    given: np.ndarray = w + 1e-8
-    return given
+    probabilities: np.ndarray = w + 1e-8
+    return probabilities

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from rft.algorithm import ratio as ratios
-from rft.algorithm.aggregate import aggregate, masked_sum, row_means, valid, weighted
+from rft.algorithm.aggregate import row_means, valid
 from rft.algorithm.args import ClippedArgs, GradientArgs
 from rft.algorithm.base import LossInputs, LossOutput, define_algorithm, policy_loss
 
@@ -26,7 +26,7 @@ class PpoArgs(ClippedArgs, GradientArgs):
     )
     enable_sequence_masking: bool = Field(
         False,
-        description="tokens of bad answers that the policy has moved far away from cost nothing "
+        description="bad answers that the policy has moved far away from have no loss "
         "(arXiv:2512.02556)",
     )
     delta_sequence_masking: float = Field(
@@ -60,30 +60,26 @@ def ppo(x: LossInputs, args: PpoArgs) -> LossOutput:
     log_ratio = ratios.log_ratio(x)
     moved = log_ratio
     if args.fallback_to_policy_gradient:
-        own = valid(x.logprobs, x.mask)
-        moved = own - own.detach()
+        logprobs = valid(x.logprobs, x.mask)
+        moved = logprobs - logprobs.detach()
     ratio = moved.exp()
-    plain = -a * ratio
+    unclipped = -a * ratio
     clipped = -a * ratio.clamp(1 - args.low, 1 + args.high)
     limit = -a * args.clip_ratio_c
-    worse = torch.maximum(plain, clipped)
+    worse = torch.maximum(unclipped, clipped)
     loss = torch.where(a < 0, torch.minimum(worse, limit), worse)
-    sums, maxima = ratios.ratio_metrics(log_ratio, x)
-    sums["pg_clipfrac"] = ratios.share(clipped > plain, x)
-    sums["pg_clipfrac_lower"] = ratios.share((worse > limit) & (a < 0), x)
+    metrics = {"pg_clipfrac": clipped > unclipped, "pg_clipfrac_lower": (worse > limit) & (a < 0)}
     if args.enable_sequence_masking:
         apart = row_means(-log_ratio.detach(), x)[x.row]
         far = (apart > args.delta_sequence_masking) & (a < 0)
         loss = valid(loss, ~far)
-        sums["seq_mask/masked_tokens"] = ratios.share(far, x)
-        sums["seq_mask/mean_sequence_kl"] = masked_sum(apart, x.mask)
-    return LossOutput(loss=aggregate(weighted(loss, x), x), sums=sums, maxima=maxima)
+        metrics |= {"seq_mask/masked_tokens": far, "seq_mask/mean_sequence_kl": apart}
+    return ratios.output(loss, x, **metrics)
 
 
 define_algorithm(
     "ppo",
     "Clipped ratio with a critic (arXiv:1707.06347).",
     advantage_fn="ppo",
-    policy_loss_fn="ppo",
     repeat_times=1,
 )

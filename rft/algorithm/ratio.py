@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rft.algorithm.aggregate import masked_sum, valid
-from rft.algorithm.base import LossInputs
+from rft.algorithm.aggregate import aggregate, masked_sum, valid, weighted
+from rft.algorithm.base import LossInputs, LossOutput
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +42,11 @@ def ratio_metrics(
     return sums, {"ratio_max": valid(ratio, x.mask).max() if ratio.numel() else ratio.new_zeros(())}
 
 
-def share(where: torch.Tensor, x: LossInputs) -> torch.Tensor:
-    """How many valid tokens are in `where`, bool [N]; over all valid tokens their share."""
-    return (where & x.mask).to(x.logprobs.dtype).sum()
+def output(values: torch.Tensor, x: LossInputs, **metrics: torch.Tensor) -> LossOutput:
+    """Token losses, [N], weighted and aggregated, with `ratio_metrics` and the means over valid
+    tokens of `metrics`, float or bool [N].
+    """
+    sums, maxima = ratio_metrics(log_ratio(x), x)
+    for name, metric in metrics.items():
+        sums[name] = masked_sum(metric.to(values.dtype), x.mask)
+    return LossOutput(loss=aggregate(weighted(values, x), x), sums=sums, maxima=maxima)

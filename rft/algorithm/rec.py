@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field
 
 from rft.algorithm import ratio as ratios
-from rft.algorithm.aggregate import aggregate, row_means, valid, weighted
+from rft.algorithm.aggregate import row_means, valid, weighted
 from rft.algorithm.args import EPSILON, Args
 from rft.algorithm.base import (
     Advantages,
@@ -54,16 +54,16 @@ def rec_advantage(x: StepInputs, args: RecArgs) -> Advantages:
     leave the loss and its denominators.  Equal rewards give 0. Values float32, keep bool: [L_i] per
     row.
     """
-    kept = {row.group: _kept(group, args.drop, x.seed) for row, group in members(x)}
+    chosen = {row.group: _kept_runs(group, args.drop, x.seed) for row, group in members(x)}
     values = []
     keep = []
     for row, group in members(x):
         stays = True
         rewards = np.asarray(group.rewards, np.float64)
-        if (mask := kept[row.group]) is not None:
-            known = described(group)
-            steps = known.steps if row.credit == "step" else [row.step] * len(known.runs)
-            stays = bool(mask[list(zip(known.runs, steps, strict=True)).index((row.run, row.step))])
+        if (mask := chosen[row.group]) is not None:
+            runs = described(group)
+            steps = runs.steps if row.credit == "step" else [row.step] * len(runs.runs)
+            stays = bool(mask[list(zip(runs.runs, steps, strict=True)).index((row.run, row.step))])
             rewards = rewards[mask]
         value = 0.0
         if stays and not equal(group.rewards):
@@ -78,7 +78,7 @@ def rec_advantage(x: StepInputs, args: RecArgs) -> Advantages:
     )
 
 
-def _kept(group: GroupStats, drop: str | None, seed: int) -> np.ndarray | None:
+def _kept_runs(group: GroupStats, drop: str | None, seed: int) -> np.ndarray | None:
     """bool [n], which members of the group stay; None: all."""
     if drop is None or equal(group.rewards):
         return None
@@ -146,24 +146,22 @@ def rec(x: LossInputs, args: RecLossArgs) -> LossOutput:
     Metrics, as means over valid tokens: pg_clipfrac (does not count), those of `ratio_metrics`.
     """
     a = valid(x.advantages, x.mask)
-    own = valid(x.logprobs, x.mask)
+    logprobs = valid(x.logprobs, x.mask)
     apart = ratios.difference(x)
     ratio = ratios.log_ratio(x).detach().exp()
     sequence = row_means(ratios.log_ratio(x).detach(), x).exp()[x.row]
     counts = _counts(a, ratio, sequence, args)
-    values = weighted(valid(-a * _weight(a, ratio, sequence, args) * own, counts), x)
+    values = weighted(valid(-a * _weight(a, ratio, sequence, args) * logprobs, counts), x)
     match args.regularizer:
         case "k2":
             values = values + args.regularizer_coef * apart.square()
         case "forward-kl":
-            values = values - args.regularizer_coef * own
+            values = values - args.regularizer_coef * logprobs
         case "none":
             pass
     if args.clip_mode == "gspo-one-side":
         x = replace(x, loss_agg_mode="run-mean")
-    sums, maxima = ratios.ratio_metrics(ratios.log_ratio(x), x)
-    sums["pg_clipfrac"] = ratios.share(~counts, x)
-    return LossOutput(loss=aggregate(values, x), sums=sums, maxima=maxima)
+    return ratios.output(values, replace(x, weights=None), pg_clipfrac=~counts)
 
 
 def _counts(

@@ -5,17 +5,14 @@ Invariant: each is the policy gradient where the policy is the one that sampled,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from rft.algorithm import ratio as ratios
-from rft.algorithm.aggregate import aggregate, masked_sum, row_sums, valid, weighted
-from rft.algorithm.args import GradientArgs
+from rft.algorithm.aggregate import row_sums, valid
+from rft.algorithm.args import Args, GradientArgs
 from rft.algorithm.base import LossInputs, LossOutput, define_algorithm, policy_loss
-
-if TYPE_CHECKING:
-    import torch
 
 
 class ToprArgs(GradientArgs):
@@ -45,12 +42,20 @@ class SppoArgs(GradientArgs):
     )
 
 
+class DroArgs(Args):
+    """Direct reward optimisation (arXiv:2405.19107)."""
+
+    dro_beta: float = Field(
+        1.0, gt=0, description="factor of the squared log ratio that holds the policy back"
+    )
+
+
 @policy_loss("reinforce", args=GradientArgs)
 def reinforce(x: LossInputs, args: GradientArgs) -> LossOutput:
     """loss = -A logprob, per token, times x.weights where an off-policy correction gives them.
     Metrics: those of `ratio_metrics`.
     """
-    return _output(-valid(x.advantages, x.mask) * valid(x.logprobs, x.mask), x)
+    return ratios.output(-valid(x.advantages, x.mask) * valid(x.logprobs, x.mask), x)
 
 
 @policy_loss("gpg", args=GradientArgs)
@@ -63,12 +68,10 @@ def gpg(x: LossInputs, args: GradientArgs) -> LossOutput:
 def opmd(x: LossInputs, args: OpmdLossArgs) -> LossOutput:
     """Online policy mirror descent (arXiv:2501.12599): loss = -A logprob / (1 + tau), per token.
 
-    Metrics, as means over valid tokens: opmd_loss, those of `ratio_metrics`.
+    Metrics: those of `ratio_metrics`.
     """
     values = -valid(x.advantages, x.mask) * valid(x.logprobs, x.mask) / (1 + args.tau)
-    out = _output(values, x)
-    out.sums["opmd_loss"] = out.loss.detach() * x.denominators.tokens
-    return out
+    return ratios.output(values, x)
 
 
 @policy_loss("topr", args=ToprArgs)
@@ -81,10 +84,8 @@ def topr(x: LossInputs, args: ToprArgs) -> LossOutput:
     `ratio: token` takes that of each token; `ratio: sequence` the product over the answer's, as the
     paper does: 20 tokens at -0.1 nats have 0.905 each and 0.135 together.  Bad answers that the
     policy has left behind lose their pull; good ones keep it.  Metrics, as means over valid tokens:
-    topr_loss, avg_alpha, those of `ratio_metrics`.
+    avg_alpha, those of `ratio_metrics`.
     """
-    import torch
-
     a = valid(x.advantages, x.mask)
     log_ratio = ratios.log_ratio(x).detach()
     if args.ratio == "sequence":
@@ -92,11 +93,22 @@ def topr(x: LossInputs, args: ToprArgs) -> LossOutput:
             -ratios.LOG_RATIO_LIMIT, ratios.LOG_RATIO_LIMIT
         )
     ratio = log_ratio.exp()
-    alpha = torch.where(a <= args.advantage_threshold, ratio.clamp(0, 1), torch.ones_like(ratio))
-    out = _output(-alpha * a * valid(x.logprobs, x.mask), x)
-    out.sums["topr_loss"] = out.loss.detach() * x.denominators.tokens
-    out.sums["avg_alpha"] = masked_sum(alpha, x.mask)
-    return out
+    alpha = ratio.clamp(0, 1).masked_fill(a > args.advantage_threshold, 1)
+    return ratios.output(-alpha * a * valid(x.logprobs, x.mask), x, avg_alpha=alpha)
+
+
+@policy_loss("dro", args=DroArgs)
+def dro(x: LossInputs, args: DroArgs) -> LossOutput:
+    """loss = -A logprob + dro_beta / 2 (logprob - old)^2, per token.
+
+    The paper (arXiv:2405.19107) has the sums of a whole answer and learns a value in place of the
+    group's mean; this is the form of one token, as in veRL.
+    Tokens whose advantage is 0 are held back too.  Metrics: those of `ratio_metrics`.
+
+    Example: A 1, logprob -0.5, old -0.7, dro_beta 2: 0.5 + 0.04 = 0.54.
+    """
+    pull = args.dro_beta / 2 * ratios.difference(x).square()
+    return ratios.output(pull - valid(x.advantages, x.mask) * valid(x.logprobs, x.mask), x)
 
 
 @policy_loss("importance_sampling", args=GradientArgs)
@@ -106,7 +118,7 @@ def importance_sampling(x: LossInputs, args: GradientArgs) -> LossOutput:
 
     Metrics: those of `ratio_metrics`.
     """
-    return _output(-valid(x.advantages, x.mask) * ratios.log_ratio(x).exp(), x)
+    return ratios.output(-valid(x.advantages, x.mask) * ratios.log_ratio(x).exp(), x)
 
 
 @policy_loss("sppo", args=SppoArgs)
@@ -119,14 +131,8 @@ def sppo(x: LossInputs, args: SppoArgs) -> LossOutput:
     apart = ratios.difference(x)
     ratio = ratios.log_ratio(x).detach().exp()
     near = (ratio >= 1 / (1 + args.epsilon)) & (ratio <= 1 + args.epsilon)
-    out = _output(valid(-valid(x.advantages, x.mask) * apart, near), x)
-    out.sums["pg_clipfrac"] = ratios.share(~near, x)
-    return out
-
-
-def _output(values: torch.Tensor, x: LossInputs) -> LossOutput:
-    sums, maxima = ratios.ratio_metrics(ratios.log_ratio(x), x)
-    return LossOutput(loss=aggregate(weighted(values, x), x), sums=sums, maxima=maxima)
+    values = valid(-valid(x.advantages, x.mask) * apart, near)
+    return ratios.output(values, x, pg_clipfrac=~near)
 
 
 define_algorithm(
@@ -143,4 +149,10 @@ define_algorithm(
     policy_loss_fn="sppo",
     repeat_times=2,
     entropy_loss_fn="none",
+)
+define_algorithm(
+    "dro",
+    "REINFORCE with a squared log ratio in place of a clip (arXiv:2405.19107).",
+    advantage_fn_args={"norm_by_std": False},
+    policy_loss_fn="dro",
 )

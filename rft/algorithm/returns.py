@@ -3,7 +3,7 @@
 A run's arrays hold its trained tokens alone, one after the other, those of all its rows.  Tokens of
 a tool or a user between two of them are therefore skipped: they are neither discounted nor
 whitened, and a return reaches the turns, and the rows, before them. Invariant: whitening is over
-all trained tokens of the step, however it is cut.
+all trained tokens of the step that no correction rejects, however it is cut.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def gae(x: StepInputs, args: GaeArgs) -> Advantages:
         delta = row.rewards + args.gamma * ahead - values
         raw.append(to_go(delta, args.gamma * args.lam))
         returns.append((raw[-1] + values).astype(np.float32))
-    return Advantages(values=whitened(raw), returns=returns)
+    return Advantages(values=whitened(raw, x), returns=returns)
 
 
 @advantage("reinforceplusplus", args=ReinforcePlusPlusArgs)
@@ -75,7 +75,7 @@ def reinforce_plus_plus(x: StepInputs, args: ReinforcePlusPlusArgs) -> Advantage
     float32 [L_i] per row.
     """
     returns = [to_go(row.rewards, args.gamma) for row, _ in members(x)]
-    return Advantages(values=whitened(returns), returns=[g.astype(np.float32) for g in returns])
+    return Advantages(values=whitened(returns, x), returns=[g.astype(np.float32) for g in returns])
 
 
 @advantage("reinforceplusplus_baseline", args=NoArgs)
@@ -89,7 +89,7 @@ def reinforce_plus_plus_baseline(x: StepInputs, args: NoArgs) -> Advantages:
         row.reward - (group.mean if len(group.rewards) > 1 else 0.0) for row, group in members(x)
     ]
     return Advantages(
-        values=whitened([np.full(row.length, c) for row, c in zip(x.rows, centred, strict=True)])
+        values=whitened([np.full(row.length, c) for row, c in zip(x.rows, centred, strict=True)], x)
     )
 
 
@@ -119,20 +119,20 @@ def _baseline(row: StepRow) -> float:
 
 def to_go(values: np.ndarray, discount: float) -> np.ndarray:
     """float64 [L]: y_t = values_t + discount y_{t+1}."""
-    found = np.empty(len(values))
+    advantages = np.empty(len(values))
     ahead = 0.0
     for t in range(len(values) - 1, -1, -1):
-        ahead = found[t] = values[t] + discount * ahead
-    return found
+        ahead = advantages[t] = values[t] + discount * ahead
+    return advantages
 
 
-def whitened(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """(y - mean) / sqrt(variance + 1e-8) over all numbers of all arrays together, variance with n -
-    1; float32.
+def whitened(arrays: Sequence[np.ndarray], x: StepInputs) -> list[np.ndarray]:
+    """(y - mean) / sqrt(variance + 1e-8) over the numbers of all tokens of `x` that count, variance
+    with n - 1; float32.
 
     Numbers that are all equal, a single one included, become 0.
     """
-    every = np.concatenate([np.zeros(0), *arrays])
+    every = np.concatenate([np.zeros(0), *arrays])[x.counted]
     if len(every) < 2 or np.ptp(every) == 0:
         return [np.zeros(len(a), np.float32) for a in arrays]
     mean = every.mean()
@@ -144,20 +144,17 @@ define_algorithm(
     "reinforceplusplus",
     "Whitened returns without a critic (arXiv:2501.03262).",
     advantage_fn="reinforceplusplus",
-    policy_loss_fn="ppo",
     repeat_times=2,
 )
 define_algorithm(
     "reinforceplusplus_baseline",
     "The same less the group's mean.",
     advantage_fn="reinforceplusplus_baseline",
-    policy_loss_fn="ppo",
     repeat_times=2,
 )
 define_algorithm(
     "remax",
     "Greedy answer as baseline (arXiv:2310.10505).",
     advantage_fn="remax",
-    policy_loss_fn="ppo",
     repeat_times=1,
 )

@@ -20,7 +20,7 @@ import numpy as np
 from rft.algorithm.args import declared
 from rft.algorithm.base import Advantages, StepInputs, StepRow
 from rft.plugins import kind
-from rft.types.credit import ScoredRow, compared, run_rewards
+from rft.types.credit import compared, run_rewards, shared_parts
 
 F = TypeVar("F", bound=Callable[..., Any])
 _advantage = kind("advantage_fn")
@@ -51,13 +51,13 @@ class Runs:
         """What each row has of its run's value: the same number, or its part of an array with a
         number for each token.
         """
-        found: list[Any] = [None] * len(self.lengths)
+        arrays: list[Any] = [None] * len(self.lengths)
         for numbers, value in zip(self.rows, values, strict=True):
             cuts = np.cumsum([self.lengths[i] for i in numbers])[:-1]
             parts = [value] * len(numbers) if np.ndim(value) == 0 else np.split(value, cuts)
             for i, part in zip(numbers, parts, strict=True):
-                found[i] = part
-        return found
+                arrays[i] = part
+        return arrays
 
 
 def apart(x: StepInputs) -> Runs:
@@ -72,27 +72,31 @@ def joined(x: StepInputs) -> Runs:
         places.setdefault((row.group, row.run, -1 if row.credit == "run" else row.step), []).append(
             i
         )
-    numbers = [sorted(mine, key=lambda i: x.rows[i].step) for mine in places.values()]
-    rows = [_joined([x.rows[i] for i in mine]) for mine in numbers]
+    numbers = [sorted(indices, key=lambda i: x.rows[i].step) for indices in places.values()]
+    rows = [_joined([x.rows[i] for i in indices]) for indices in numbers]
     groups = {name: compared(group) for name, group in x.groups.items()}
-    return Runs(replace(x, rows=rows, groups=groups), numbers, [row.length for row in x.rows])
+    keep = x.keep and [np.concatenate([x.keep[i] for i in indices]) for indices in numbers]
+    return Runs(
+        replace(x, rows=rows, groups=groups, keep=keep), numbers, [row.length for row in x.rows]
+    )
 
 
 def _joined(rows: Sequence[StepRow]) -> StepRow:
     first = rows[0]
     if len(rows) == 1:
         return first
-    whole: dict[str, Any] = {}
+    joined_fields: dict[str, Any] = {}
     for name in _ARRAYS:
         parts = [getattr(row, name) for row in rows]
-        whole[name] = None if any(part is None for part in parts) else np.concatenate(parts)
+        joined_fields[name] = None if any(part is None for part in parts) else np.concatenate(parts)
     if any(row.token_rewards is not None for row in rows):
-        whole["token_rewards"] = np.concatenate([row.rewards for row in rows]).astype(np.float32)
-    reward = run_rewards(
-        ScoredRow(row.reward, row.run, row.step, row.length, row.credit) for row in rows
-    )[first.run]
+        joined_fields["token_rewards"] = np.concatenate([row.rewards for row in rows]).astype(
+            np.float32
+        )
+    reward = run_rewards(row.scored for row in rows)[first.run]
+    reward_parts = shared_parts([row.reward_parts for row in rows])
     info = {name: value for row in rows for name, value in row.info.items()}
-    return replace(first, reward=reward, info=info, **whole)
+    return replace(first, reward=reward, reward_parts=reward_parts, info=info, **joined_fields)
 
 
 def advantage(name: str, *, args: type | None = None) -> Callable[[F], F]:
@@ -109,16 +113,20 @@ def advantage(name: str, *, args: type | None = None) -> Callable[[F], F]:
             runs = joined(x)
             if declared(args).compares_rows or len(runs.rows) == len(x.rows):
                 return fn(x if declared(args).compares_rows else runs.x, args)
-            made = fn(runs.x, args)
-            return split(made, runs) if isinstance(made, Advantages) else runs.of_rows(made)
+            advantages = fn(runs.x, args)
+            return (
+                split(advantages, runs)
+                if isinstance(advantages, Advantages)
+                else runs.of_rows(advantages)
+            )
 
         return _advantage(name, args=args)(cast(F, of_runs))
 
     return register
 
 
-def split(made: Advantages, runs: Runs) -> Advantages:
+def split(advantages: Advantages, runs: Runs) -> Advantages:
     """Advantages of runs as those of their rows."""
-    returns = None if made.returns is None else runs.of_rows(made.returns)
-    keep = None if made.keep is None else runs.of_rows(made.keep)
-    return replace(made, values=runs.of_rows(made.values), returns=returns, keep=keep)
+    returns = None if advantages.returns is None else runs.of_rows(advantages.returns)
+    keep = None if advantages.keep is None else runs.of_rows(advantages.keep)
+    return replace(advantages, values=runs.of_rows(advantages.values), returns=returns, keep=keep)

@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from rft.algorithm import ratio as ratios
-from rft.algorithm.aggregate import aggregate, masked_sum, valid, weighted
+from rft.algorithm.aggregate import valid
 from rft.algorithm.args import AggMode, GradientArgs
 from rft.algorithm.base import LossInputs, LossOutput, define_algorithm, policy_loss
 
@@ -30,30 +30,22 @@ def sapo(x: LossInputs, args: SapoArgs) -> LossOutput:
     The gradient is -A 4 p (1 - p) ratio times that of logprob, p = sigmoid(tau (ratio - 1)): it is
     the policy gradient at ratio 1 and fades on both sides.  This is the paper's and veRL's loss;
     Trinity-RFT multiplies the stopped gate with logprob instead, whose gradient grows up to 4 / tau
-    where ratio is large.  Defined with run-mean.  Metrics, as means over valid tokens: sapo_loss,
-    avg_soft_gate, avg_ratio, pos_adv_frac, those of `ratio_metrics`.
+    where ratio is large.  Defined with run-mean.  Metrics, as means over valid tokens:
+    avg_soft_gate, pos_adv_frac, those of `ratio_metrics`.
 
     Example: ratio 1.5 gives a gate of 2.489837 for tau 1 and 2.393585 for tau 1.05.
     """
     import torch
 
     a = valid(x.advantages, x.mask)
-    log_ratio = ratios.log_ratio(x)
     tau = torch.where(a > 0, torch.full_like(a, args.tau_pos), torch.full_like(a, args.tau_neg))
-    gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * (4 / tau)
-    loss = aggregate(weighted(-a * gate, x), x)
-    sums, maxima = ratios.ratio_metrics(log_ratio, x)
-    sums["sapo_loss"] = loss.detach() * x.denominators.tokens
-    sums["avg_soft_gate"] = masked_sum(gate, x.mask)
-    sums["avg_ratio"] = sums["ratio"]
-    sums["pos_adv_frac"] = ratios.share(a > 0, x)
-    return LossOutput(loss=loss, sums=sums, maxima=maxima)
+    gate = torch.sigmoid(tau * (ratios.log_ratio(x).exp() - 1)) * (4 / tau)
+    return ratios.output(-a * gate, x, avg_soft_gate=gate, pos_adv_frac=a > 0)
 
 
 define_algorithm(
     "sapo",
     "Soft gates (arXiv:2511.20347).",
-    advantage_fn="grpo",
     policy_loss_fn="sapo",
     repeat_times=2,
     loss_agg_mode="run-mean",

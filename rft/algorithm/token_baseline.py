@@ -59,22 +59,22 @@ def optimal_token_baseline(x: StepInputs, args: TokenBaselineArgs) -> list[np.nd
         energy.append(_energy(row, args))
         if len(group.rewards) > 1:
             groups[row.group].append(i)
-    found = [g.copy() for g in returns]
-    for mine in groups.values():
-        longest = max(len(returns[i]) for i in mine)
+    advantages = [g.copy() for g in returns]
+    for run_rows in groups.values():
+        longest = max(len(returns[i]) for i in run_rows)
         above = np.zeros(longest)
         below = np.full(longest, 1e-8)
         rows = np.zeros(longest)
-        for i in mine:
+        for i in run_rows:
             length = len(returns[i])
             above[:length] += returns[i] * energy[i]
             below[:length] += energy[i]
             rows[:length] += 1
         if args.handle_zero_tail:
             above[rows == 1] = 0
-        for i in mine:
-            found[i] -= (above / below)[: len(returns[i])]
-    return [a.astype(np.float32) for a in found]
+        for i in run_rows:
+            advantages[i] -= (above / below)[: len(returns[i])]
+    return [a.astype(np.float32) for a in advantages]
 
 
 def _energy(row: StepRow, args: TokenBaselineArgs) -> np.ndarray:

@@ -43,14 +43,14 @@ def value_loss(x: ValueInputs, cliprange: float) -> LossOutput:
 
     v, old, target = (valid(t, x.mask) for t in (x.values, x.old_values, x.returns))
     clipped = torch.minimum(torch.maximum(v, old - cliprange), old + cliprange)
-    plain = (v - target).square()
+    unclipped = (v - target).square()
     other = (clipped - target).square()
-    loss = aggregate(torch.maximum(plain, other), x) / 2
+    loss = aggregate(torch.maximum(unclipped, other), x) / 2
     return LossOutput(
         loss=loss,
         sums={
             "vf_loss": loss.detach() * x.denominators.tokens,
-            "vf_clipfrac": masked_sum((other > plain).float(), x.mask),
+            "vf_clipfrac": masked_sum((other > unclipped).float(), x.mask),
             "vpred_mean": masked_sum(v, x.mask),
         },
     )

@@ -1,19 +1,20 @@
-"""What a notebook does with runs: start one, open one, look at its numbers, rollouts, tokens and
+"""The notebook interface: start or open a run, and look at its metrics, rollouts, tokens and
 checkpoints.
 
-Thin, over what the command line uses.  Reads files alone: the run may be alive, ended or broken,
-and on another machine.  Loads no torch.
+A thin layer over the code of the command line.  Reads files only: the run may be alive, ended or
+broken, and on another machine.  Loads no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rft.errors import ConfigError
+from rft.errors import ConfigError, nearest
 from rft.monitor.curves import Picture, evaluations, is_main, main_curves, svg
 from rft.monitor.read import AllSeries, Records
 
@@ -25,18 +26,18 @@ if TYPE_CHECKING:
     from rft.types.ids import Version
     from rft.types.metrics import MetricRecord
 
-# without any, a folder holds no run
+# a folder without any of these is not a run
 _MARKS = ("state.json", "metrics.jsonl", "config.resolved.yaml", "stages.json", "buffer")
 
 
 class StoredRun:
-    """The folder of a run.  Nothing is read before it is asked for, so every answer is the newest.
+    """The folder of a run.  Every call reads the newest files.
 
-    `outcome` says how long the run took and what it went on from, where `rft.run` returned this.
+    `outcome`: duration and origin of the run, if `rft.run` returned this object.
     """
 
     def __init__(self, run_dir: str | Path, outcome: Outcome | None = None) -> None:
-        """Raises ConfigError where `run_dir` is no folder of a run."""
+        """Raises ConfigError if `run_dir` is not the folder of a run."""
         self.run_dir = Path(run_dir)
         self.outcome = outcome
         if not any((self.run_dir / name).exists() for name in _MARKS):
@@ -51,49 +52,56 @@ class StoredRun:
             )
 
     def __repr__(self) -> str:
-        return f"<rft run {self.run_dir}>"
+        from rft.launch.rundir import RunDir
+
+        phase = RunDir(self.run_dir).read_state().get("phase", "not begun")
+        series = AllSeries(is_main, self._records())
+        newest = [f"{n} {points[-1][1]:.4g}" for n in series.names if (points := series.points(n))]
+        return f"<rft run {', '.join([str(self.run_dir), phase, *newest])}>"
 
     @property
     def version(self) -> Version | None:
-        """Weights of the newest checkpoint; None: nothing is saved yet."""
-        from rft.trainer import manifest as manifests
+        """Version of the newest checkpoint; None: no checkpoint yet."""
+        from rft.trainer.checkpoint import manifest as manifests
 
-        found = [
+        runs = [
             manifests.read(f, verify=False).version
             for f in manifests.committed(self.run_dir / "checkpoints")
         ]
-        return max(found, default=None)
+        return max(runs, default=None)
 
     @property
     def seconds(self) -> float | None:
-        """How long `rft.run` worked; None for a run that was opened."""
+        """Seconds that `rft.run` took; None for an opened run."""
         return None if self.outcome is None else self.outcome.seconds
 
     @property
     def resumed_from(self) -> Version | None:
-        """The checkpoint that `rft.run` went on from, if any."""
+        """Version of the checkpoint from which `rft.run` continued, if any."""
         return None if self.outcome is None else self.outcome.resumed_from
 
     def config(self) -> dict[str, Any]:
-        """The whole configuration with all defaults, secrets replaced by ***.  Raises ConfigError
-        where the folder holds none.
+        """Return the complete configuration with all defaults, secrets replaced by ***.
+
+        Raises ConfigError if the folder has none.
         """
         tree: dict[str, Any] = self.saved()["tree"]
         return tree
 
     def saved(self) -> dict[str, Any]:
-        """All of config.json: beside the configuration the file it was read from, overrides and
-        versions.  Raises ConfigError.
+        """Return all of config.json: the configuration, its source file, overrides and versions.
+
+        Raises ConfigError.
         """
         from rft.config.save import saved
 
         return saved(self.run_dir)
 
     def metrics(self) -> DataFrame:
-        """One row for each record: role, step (of that role), time (seconds since the epoch), and a
-        column for each metric.
+        """Return a row per record: role, step (of that role), time (epoch seconds), and each
+        metric.
 
-        What a resumed run wrote twice stands there twice; the later row counts.
+        A resumed run may write a record twice; both rows are returned, and the later row counts.
         """
         from pandas import DataFrame  # type: ignore[import-untyped]
 
@@ -102,12 +110,14 @@ class StoredRun:
         ]
         return DataFrame(rows, columns=None if rows else ["role", "step", "time"])
 
-    def rollouts(self, where: str = "", *, step: int | None = None) -> Dataset:
-        """One row for each experience, the columns of v_experiences, ordered by id.
+    def rollouts(
+        self, where: str = "", *, step: int | None = None, order: str | None = None
+    ) -> Dataset:
+        """Return one row per experience, with the columns of v_experiences.
 
-        `where`: an SQL condition on these columns; `step`: only those that this train step used.
-        Raises ConfigError where the run has no rollouts (offline data), or its ledger cannot be
-        read.
+        `where`: an SQL condition on these columns; `step`: only rows that this train step used;
+        `order`: a column, "-reward" for the largest first, None for id.
+        Raises ConfigError if the run has no rollouts (offline data), or its ledger cannot be read.
         """
         import pyarrow as pa
         from datasets import Dataset
@@ -126,15 +136,25 @@ class StoredRun:
         self._has_rollouts()
         with questions_of(self.run_dir) as questions:
             header = schema(questions)
-            found = [as_table(page, header) for page in pages(questions, " AND ".join(conditions))]
-        return Dataset(pa.concat_tables(found) if found else header.empty_table())
+            tables = [as_table(page, header) for page in pages(questions, " AND ".join(conditions))]
+        table = pa.concat_tables(tables) if tables else header.empty_table()
+        if order is not None:
+            column = order.removeprefix("-")
+            if column not in table.column_names:
+                raise ConfigError(
+                    f"is no column.{nearest(column, table.column_names)}",
+                    key="order",
+                    given=order,
+                )
+            down = "descending" if order.startswith("-") else "ascending"
+            table = table.sort_by([(column, down), ("id", "ascending")])
+        return Dataset(table)
 
     def tokens(self, id: str) -> DataFrame:
-        """One row for each token of an experience: token, text, trained, logprob, trainer_logprob
-        (nats), advantage (NaN where they are not known), version (of the weights that wrote it; ""
-        for a prompt).
+        """Return one row per token of an experience: token, text, trained, logprob, trainer_logprob
+        (nats), advantage (NaN if unknown), version (of the weights that wrote it; "" for a prompt).
 
-        Raises ConfigError for an unknown id, PayloadDamaged where its tokens are gone.
+        Raises ConfigError for an unknown id, PayloadDamaged if its tokens are lost.
         """
         import numpy as np
         from pandas import DataFrame  # type: ignore[import-untyped]
@@ -148,7 +168,7 @@ class StoredRun:
         with questions_of(self.run_dir) as questions:
             (shown,) = look(questions, id=id)
         if (x := shown.payload) is None:
-            raise PayloadDamaged(f"the tokens of {id} are gone: {shown.gone}")
+            raise PayloadDamaged(f"the tokens of {id} are gone: {shown.missing_reason}")
         texts = TokenTexts(self.run_dir)
         versions = np.full(len(x.tokens), "", dtype=object)
         for span in x.version_spans:
@@ -173,15 +193,14 @@ class StoredRun:
         metric: str = "",
         mode: Literal["max", "min"] = "max",
     ) -> Path:
-        """The folder of a checkpoint: the newest, that of a train step, or the best of those that
-        are there.
+        """Return the folder of a checkpoint: the newest, of a train step, or the best existing.
 
         Best by `metric` of metrics.jsonl, else by `trainer.checkpoint.best_metric`, else by the
-        first evaluation (a loss: the least). Raises ConfigError, with what there is, where there is
-        no such checkpoint.
+        first evaluation (a loss: the least). Raises ConfigError, listing the existing steps, if no
+        checkpoint matches.
         """
-        from rft.trainer import manifest as manifests
-        from rft.trainer.checkpoints import best_step
+        from rft.trainer.checkpoint import manifest as manifests
+        from rft.trainer.checkpoint.checkpoints import BestSteps
 
         folders = {
             manifests.step_of(f): f for f in manifests.committed(self.run_dir / "checkpoints")
@@ -197,15 +216,15 @@ class StoredRun:
         if which == "best":
             metric, mode = (metric, mode) if metric else self._best_metric()
             file = self.run_dir / "metrics.jsonl"
-            which = best_step(file, metric, mode, folders) if metric else None  # type: ignore[assignment]
+            which = BestSteps(file, metric, mode).best(folders) if metric else None  # type: ignore[assignment]
             if which is None:
-                why = (
+                text = (
                     f"{metric} was measured at none of the steps"
                     if metric
                     else "the run has no evaluation; name a metric"
                 )
                 raise ConfigError(
-                    f"{why}: checkpoints are of the steps {_listed(folders)}",
+                    f"{text}: checkpoints are of the steps {_listed(folders)}",
                     key="checkpoint",
                     given="best",
                 )
@@ -219,30 +238,33 @@ class StoredRun:
 
     def _best_metric(self) -> tuple[str, Literal["max", "min"]]:
         try:
-            given = self.config()["trainer"]["checkpoint"]
-        except (ConfigError, KeyError, TypeError):  # of an earlier version
-            given = {}
-        if given.get("best_metric"):
-            return given["best_metric"], given.get("best_mode", "max")
+            checkpoint = self.config()["trainer"]["checkpoint"]
+        except (ConfigError, KeyError, TypeError):  # written by an earlier version
+            checkpoint = {}
+        if checkpoint.get("best_metric"):
+            return checkpoint["best_metric"], checkpoint.get("best_mode", "max")
         names = evaluations(AllSeries(is_main, self._records()).names)
         return (names[0], "min" if names[0].endswith("/loss") else "max") if names else ("", "max")
 
     def plot(self, *names: str) -> Picture:
-        """A picture of metrics by step; without names the training reward and every evaluation.
+        """Plot metrics by step; without names the training reward and every evaluation.
+
         Raises ConfigError for unknown names.
         """
-        found = AllSeries((lambda name: name in names) if names else is_main, self._records())
-        if missing := [n for n in names if n not in found.names]:
+        series = AllSeries((lambda name: name in names) if names else is_main, self._records())
+        if missing := [n for n in names if n not in series.names]:
             raise ConfigError(
-                f"was never measured; there are {', '.join(found.names) or 'no metrics yet'}",
+                f"was never measured.{nearest(missing[0], series.names)}  There are "
+                f"{len(series.names)}: {textwrap.shorten(', '.join(series.names), 300)}",
                 key=missing[0],
             )
-        lines = {n: found.points(n) for n in names} or main_curves(found)
+        lines = {n: series.points(n) for n in names} or main_curves(series)
         return Picture(svg(lines, title=self.run_dir.resolve().name))
 
     def _records(self) -> Iterable[MetricRecord]:
-        """Of metrics.jsonl; none where nothing has been measured.  Iterating raises RunFailed for a
-        damaged line.
+        """Return the records of metrics.jsonl, none without the file.
+
+        Iterating raises RunFailed for a damaged line.
         """
         path = self.run_dir / "metrics.jsonl"
         return Records(path) if path.is_file() else ()
@@ -260,10 +282,10 @@ def _listed(steps: dict[int, Path]) -> str:
 
 
 def open_run(run_dir: str | Path) -> StoredRun:
-    """The run in a folder, for looking at it: `.metrics()`, `.rollouts()`, `.tokens(id)`,
-    `.checkpoint("best")`, `.plot()`.
+    """Open the run in a folder: `.metrics()`, `.rollouts()`, `.tokens(id)`, `.checkpoint("best")`,
+    `.plot()`.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if the folder has no run.
     """
     return StoredRun(run_dir)
 
@@ -274,8 +296,9 @@ def run(
     plugin_dirs: Sequence[str | Path] = (),
     in_process: bool = False,
 ) -> StoredRun:
-    """Trains as `rft run --config CONFIG key=value ...` does, and opens the run; a notebook waits
-    for it too.  Raises RftError.
+    """Train like `rft run --config CONFIG key=value ...`, wait for the end, and open the run.
+
+    Works in a notebook, too.  Raises RftError.
     """
     from rft.launch.execute import execute
 
@@ -291,15 +314,13 @@ def run(
         asyncio.get_running_loop()
     except RuntimeError:
         outcome = work()
-    else:  # a notebook's cell: its thread has a loop already
-        outcome = _beside(work)
+    else:  # in a notebook's cell the thread already has a loop
+        outcome = _in_thread(work)
     return StoredRun(outcome.run_dir, outcome)
 
 
-def _beside(work: Callable[[], Outcome]) -> Outcome:
-    """In a thread of its own; Ctrl-C, or the notebook's stop button, ends the run as it ends `rft
-    run`.
-    """
+def _in_thread(work: Callable[[], Outcome]) -> Outcome:
+    """Run in a separate thread; Ctrl-C, or the notebook's stop button, ends the run like `rft run`."""
     from rft.launch.signals import interrupt
 
     with ThreadPoolExecutor(1, thread_name_prefix="rft-run") as pool:
@@ -312,10 +333,10 @@ def _beside(work: Callable[[], Outcome]) -> Outcome:
 
 
 def metrics(run_dir: str | Path) -> DataFrame:
-    """`open_run(run_dir).metrics()`."""
+    """Return `open_run(run_dir).metrics()`."""
     return open_run(run_dir).metrics()
 
 
 def rollouts(run_dir: str | Path, where: str = "") -> Dataset:
-    """`open_run(run_dir).rollouts(where)`."""
+    """Return `open_run(run_dir).rollouts(where)`."""
     return open_run(run_dir).rollouts(where)

@@ -1,7 +1,8 @@
-"""The audit by files: is every acknowledged experience somewhere, and was none trained twice?
+"""Audit a buffer from its files: every acknowledged experience is accounted for and none was
+trained twice.
 
-It reads the ledger, the payload and the checkpoint manifests, while or after a run; it needs no
-running program, writes nothing.
+Reads the ledger, the payload and the checkpoint manifests, during or after a run, without a running
+program; writes nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 from sqlalchemy import Connection, Subquery, exists, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from rft.buffer.base import Audit, Storage, stored_by
+from rft.buffer.base import Audit
 from rft.buffer.database import cause
 from rft.buffer.derived_state import (
     UseCounts,
@@ -29,8 +30,10 @@ from rft.buffer.derived_state import (
 from rft.buffer.location import Location, connect, find
 from rft.buffer.mixing import MixedCounts
 from rft.buffer.schema import FORMAT, experiences, groups, leases, lineages, meta, uses
+from rft.buffer.storage.base import Storage
+from rft.buffer.storage_choice import stored_by
 from rft.errors import BufferFailed
-from rft.types.block import UNREADABLE, read
+from rft.types.block import UNREADABLE, decode_with_contents
 from rft.types.ids import Version
 from rft.types.ports import MANIFEST_FORMAT, Consumption
 
@@ -39,7 +42,7 @@ _Known = tuple[UseCounts, MixedCounts, _Often]  # read once for all manifests
 
 
 class _Manifest(msgspec.Struct):
-    """What the audit needs of a checkpoint's manifest.json; other keys are the trainer's."""
+    """The keys of a checkpoint's manifest.json that the audit needs."""
 
     format: int
     version: Version
@@ -48,14 +51,13 @@ class _Manifest(msgspec.Struct):
 
 
 def audit_run(run_dir: Path | str, *, payload: bool = True, ledger_url: str | None = None) -> Audit:
-    """The audit of a run folder (`run_dir/buffer`,
-    `run_dir/checkpoints/global_step_N/manifest.json`) and of its database.
+    """Return the audit of a run folder (`run_dir/buffer`,
+    `run_dir/checkpoints/global_step_N/manifest.json`) and its database.
 
-    Uses are counted for the weights that are trained now, as `rft buffer stats` does;
-    `after_restart` says what a restart would make of them.  Every manifest's uses are compared with
-    its digest.  `payload` also reads each available experience back and compares its hash.
-    `ledger_url`: see `rft.buffer.location.find`.  Raises BufferFailed when there is no ledger to
-    read.
+    Uses are counted for the weights now in training, as in `rft buffer stats`; `after_restart`
+    counts them as after a restart.  The uses in every manifest are compared with its digest.
+    `payload`: also read each available experience and compare its hash. `ledger_url`: see
+    `rft.buffer.location.find`.  Raises BufferFailed if no ledger can be read.
     """
     run_dir = Path(run_dir)
     location = find(run_dir, ledger_url)
@@ -86,13 +88,13 @@ def _audit(
         )
     max_uses = int(about["max_uses"])
     resume_rows = about["resume_rows"]
-    known = UseCounts(tx), MixedCounts(tx), _often(tx, max_uses)
+    counted = UseCounts(tx), MixedCounts(tx), _often(tx, max_uses)
     weights = _weights(tx)
-    ancestry = chain(tx, weights, whole=True)
+    ancestry = chain(tx, weights, all_steps=True)
     audit, now = count(
         tx,
         ancestry,
-        known[0],
+        counted[0],
         max_uses=max_uses,
         resume_rows=resume_rows,
         version=str(weights or ""),
@@ -107,13 +109,13 @@ def _audit(
         "orphaned": then["explained", "orphaned"],
     }
     for manifest in manifests:
-        problems += _compare(tx, manifest, known, max_uses)
+        problems += _compare(tx, manifest, counted, max_uses)
     problems += [*misplaced(tx, now), *strays(tx)]
     storage = stored_by(about, location.name, folder)
     leased = _leased(tx, now)
     available = audit.available - leased
     discarded = dict(audit.discarded)
-    if not storage.durable and audit.available:  # what only memory held went with its process
+    if not storage.durable and audit.available:  # rows in memory are lost with their process
         discarded["not_durable"] = audit.available
         available = leased = 0
     elif payload:
@@ -131,7 +133,7 @@ def _audit(
 
 
 def _weights(tx: Connection) -> Version | None:
-    """The weights that are trained now: the newest lineage, and its newest step that used a row."""
+    """Return the version now in training: the newest lineage and its newest step that used a row."""
     newest = tx.execute(select(lineages).order_by(lineages.c.lineage.desc()).limit(1)).one_or_none()
     if newest is None:
         return None
@@ -140,7 +142,7 @@ def _weights(tx: Connection) -> Version | None:
 
 
 def _leased(tx: Connection, now: Subquery) -> int:
-    """Rows that the trainer has and did not use yet, as the views of the ledger count them."""
+    """Count the rows that the trainer has leased and not yet used, like the ledger's views."""
     settled = exists().where(
         uses.c.experience == leases.c.experience,
         uses.c.lineage == leases.c.lineage,
@@ -165,23 +167,21 @@ def _manifests(folder: Path) -> tuple[list[_Manifest], list[str]]:
 
 
 def _often(tx: Connection, max_uses: int) -> _Often:
-    """Lineage and step of each use of those experiences that have more than `max_uses`, whether
-    they count or not.
-    """
+    """Return (lineage, step) of each use of experiences with over `max_uses` uses, counted or not."""
     u = uses.c
     several = select(u.experience).group_by(u.experience).having(func.count() > max_uses)
-    found: _Often = {}
+    uses_by_experience: _Often = {}
     for experience, line, step in tx.execute(
         select(u.experience, u.lineage, u.step).where(u.experience.in_(several))
     ):
-        found.setdefault(experience, []).append((line, step))
-    return found
+        uses_by_experience.setdefault(experience, []).append((line, step))
+    return uses_by_experience
 
 
-def _compare(tx: Connection, manifest: _Manifest, known: _Known, max_uses: int) -> list[str]:
-    """What a manifest says that the ledger does not."""
+def _compare(tx: Connection, manifest: _Manifest, counted: _Known, max_uses: int) -> list[str]:
+    """Return the differences between a manifest and the ledger."""
     version = manifest.version
-    said = manifest.consumption
+    stated = manifest.consumption
     row = tx.execute(select(lineages).where(lineages.c.lineage == version.lineage)).one_or_none()
     if row is None:
         return [f"checkpoint {version}: the ledger knows no lineage {version.lineage}"]
@@ -193,17 +193,17 @@ def _compare(tx: Connection, manifest: _Manifest, known: _Known, max_uses: int) 
             f"{parent}"
         )
     ancestry = chain(tx, version)
-    counts, mixed, often = known
-    num_uses, found = count_uses(ancestry, counts)
-    if (num_uses, found) != (said.num_uses, said.digest):
+    counts, mixed, often = counted
+    num_uses, ledger_digest = count_uses(ancestry, counts)
+    if (num_uses, ledger_digest) != (stated.num_uses, stated.digest):
         problems.append(
-            f"checkpoint {version}: made after {said.num_uses} uses (digest {said.digest}), "
-            f"the ledger counts {num_uses} ({found})"
+            f"checkpoint {version}: made after {stated.num_uses} uses (digest {stated.digest}), "
+            f"the ledger counts {num_uses} ({ledger_digest})"
         )
-    if (others := mixed.of(ancestry)) != said.mixed:
+    if (ledger_mixed := mixed.within(ancestry)) != stated.mixed:
         problems.append(
-            f"checkpoint {version}: made after {said.mixed} uses of mixed-in rows, the ledger "
-            f"counts {others}"
+            f"checkpoint {version}: made after {stated.mixed} uses of mixed-in rows, the ledger "
+            f"counts {ledger_mixed}"
         )
     twice = [
         x
@@ -219,30 +219,33 @@ def _compare(tx: Connection, manifest: _Manifest, known: _Known, max_uses: int) 
 
 
 def _read_back(tx: Connection, storage: Storage, now: Subquery) -> list[str]:
-    """Which available experiences cannot be read as they were stored."""
+    """Return a problem for each payload whose available experiences differ from the stored ones."""
     e = experiences.c
     g = groups.c
-    wanted = (
+    query = (
         select(g.locator, e.id, e.content_hash)
         .join(now, now.c.id == e.id)
         .join(groups, g.id == e.group_id)
     )
-    rows = tx.execute(wanted.where(now.c.state == "available").order_by(g.locator))
+    rows = tx.execute(query.where(now.c.state == "available").order_by(g.locator))
     problems: list[str] = []
     for locator, of_block in groupby(rows, key=lambda r: r.locator):
         try:
             (block,) = storage.get([locator], tx)
-            found = {str(x.id): content.hash for x, content in zip(*read(block), strict=True)}
+            hashes = {
+                str(x.id): content.hash
+                for x, content in zip(*decode_with_contents(block), strict=True)
+            }
         except (BufferFailed, *UNREADABLE) as error:
             problems.append(f"payload {locator}: {error}")
             continue
-        bad = [r.id for r in of_block if found.get(r.id) != r.content_hash]
+        bad = [r.id for r in of_block if hashes.get(r.id) != r.content_hash]
         problems += [f"payload {locator} does not hold {bad[0]} as it was stored"] if bad else []
     return problems
 
 
 def as_json(audit: Audit) -> str:
-    """The audit as one JSON object, with its verdicts."""
+    """Return the audit with its verdicts as one JSON object."""
     return json.dumps(
         {**msgspec.to_builtins(audit), "balanced": audit.balanced, "ok": audit.ok}, indent=2
     )

@@ -1,11 +1,11 @@
-"""The buffer: keeps what explorers append and hands it to the trainer, at most `max_uses` times in
-an ancestry.
+"""The buffer: store the explorers' groups and lease them to the trainer, each row at most
+`max_uses` times in an ancestry.
 
     explorer → append (durable) → close_batch ─┐                    one event loop, one worker thread for the ledger
     trainer  ← lease ← order of closed batches ┘ → use / discard
 
-It knows neither model nor loss.  The one invariant: acked = used + leased + available + discarded,
-after every call.
+Knows neither model nor loss.  Invariant: acked = used + leased + available + discarded, after every
+call.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ log = logging.getLogger(__name__)
 
 
 class Buffer(ExplorerSide, TrainerSide, SessionSide):
-    """One experience buffer and its only writer."""
+    """An experience buffer and its only writer."""
 
     async def open(self) -> None:
-        """Creates or checks the ledger.  Raises SetupError on a network file system, BufferFailed
-        when it has another owner.
+        """Create or check the ledger.
+
+        Raises SetupError on a network file system, BufferFailed if the ledger has another owner.
         """
-        await self._work(self._ledger.open)
+        await self._run(self._ledger.open)
         if not self._storage.durable:
             log.warning(
                 "buffer %s keeps its payload in memory only (path: none): it is not durable",
@@ -44,19 +45,17 @@ class Buffer(ExplorerSide, TrainerSide, SessionSide):
     async def start_lineage(
         self, parent: Version | None, consumption: Consumption | None, step: int = 0
     ) -> LineageStart:
-        """A trainer takes over, going on from the checkpoint `parent` (None: from the base model);
-        all earlier ones are fenced.
+        """Start a new lineage at the checkpoint `parent` (None: at the base model); fence all
+        earlier lineages.
 
-        Where it begins with another run's weights instead: `step` is theirs, `consumption` says at
-        which batch it begins.
-
-        Raises BufferFailed when `consumption`, of the checkpoint's manifest, is not what the ledger
-        counts for `parent`.
+        For a start with another run's weights, `step` is their train step and `consumption` states
+        the first batch. Raises BufferFailed if `consumption`, from the checkpoint's manifest,
+        differs from the ledger's count for `parent`.
         """
-        start, groups = await self._work(self._ledger.start_lineage, parent, consumption, step)
+        start, groups = await self._run(self._ledger.start_lineage, parent, consumption, step)
         if self._mix is not None:
             mix = self._mix
-            await self._fenced(
+            await self._run_fenced(
                 start.lineage, lambda tx: remember(tx, start.lineage, mix.name, mix.fingerprint)
             )
         self._lineage = start.lineage
@@ -65,23 +64,23 @@ class Buffer(ExplorerSide, TrainerSide, SessionSide):
         return start
 
     def writer(self, lineage: int, explorer: int = 0) -> BufferWriter:
-        """The buffer as explorer number `explorer` sees it."""
+        """Return the buffer's interface for explorer number `explorer`."""
         self._check_explorer(explorer)
         return cast(BufferWriter, _Bound(self, lineage, explorer=explorer))
 
     def reader(self, lineage: int) -> BufferReader:
-        """The buffer as the trainer of `lineage` sees it."""
+        """Return the buffer's interface for the trainer of `lineage`."""
         return cast(BufferReader, _Bound(self, lineage))
 
     async def audit(self) -> Audit:
-        """Counts of the current lineage, and whether ledger, facts and memory agree."""
-        while not self._no_append.is_set():  # what the ledger has stored is in memory, too
+        """Count the rows of the current lineage, and check that ledger, facts and memory agree."""
+        while not self._no_append.is_set():  # then memory has everything that the ledger has stored
             await self._no_append.wait()
         order = self._order
-        return await self._work(self._ledger.audit, order.num_leased, order.num_waiting)
+        return await self._run(self._ledger.audit, order.num_leased, order.num_waiting)
 
     async def stats(self) -> dict[str, Any]:
-        """Numbers for people and metrics."""
+        """Return counts and sizes for display and metrics."""
         audit = await self.audit()
         return {
             "acked": audit.acked,
@@ -91,14 +90,14 @@ class Buffer(ExplorerSide, TrainerSide, SessionSide):
             "waiting": audit.waiting,
             "explained": audit.discarded,
             "waiting_groups": self._order.num_groups,
-            "rejected": await self._work(self._ledger.run, count_rejected),
-            "bytes": await self._work(self._ledger.run, self._ledger.database.size),
+            "rejected": await self._run(self._ledger.run, count_rejected),
+            "bytes": await self._run(self._ledger.run, self._ledger.database.size),
             "lineage": self._lineage,
             "finished": self._order.finished,
         }
 
     async def close(self) -> None:
-        """Stores what was offered, wakes all who wait (they fail), and lets go of the files."""
+        """Store pending appends, wake all waiting calls (they fail), and close the files."""
         if self._closed:
             return
         self._closed = True
@@ -114,9 +113,7 @@ class Buffer(ExplorerSide, TrainerSide, SessionSide):
 
 
 class _Bound:
-    """One side of the buffer for one caller: passes its lineage, and an explorer's number, with
-    every call.
-    """
+    """The buffer for one caller: adds its lineage, and an explorer's number, to every call."""
 
     def __init__(self, buffer: Buffer, lineage: int, **more: int) -> None:
         self._buffer = buffer

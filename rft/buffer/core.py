@@ -1,8 +1,7 @@
-"""What the explorer's and the trainer's side of a buffer share: one ledger on one worker thread,
-the order in memory, one condition.
+"""State shared by the explorer side and the trainer side of a buffer: a ledger on one worker
+thread, the order in memory, a condition.
 
-It knows neither side.  The one invariant: calls of the ledger run one after the other, in the order
-in which they were made.
+Knows neither side.  Invariant: calls of the ledger run one after the other, in call order.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Connection
 
-from rft.buffer.base import make_storage
 from rft.buffer.lease_order import LeaseOrder
 from rft.buffer.ledger import Ledger
 from rft.buffer.mixing import Mix
 from rft.buffer.settings import BufferSettings
+from rft.buffer.storage_choice import make_storage
 from rft.errors import BufferFailed, DiskFull, Fenced
 from rft.files.disk import FULL, REMEDY
 
@@ -34,13 +33,11 @@ R = TypeVar("R")
 
 
 class Limiter:
-    """How far explorers may run ahead of the trainer: bounds on what waits to be trained, in groups
-    and in bytes.
+    """Limits how far explorers run ahead of the trainer: bounds untrained groups and bytes.
 
-    While no lease waits, at most `capacity` groups are stored and not trained, and `capacity_bytes`
-    plus one group.  A lease that cannot be filled needs the first batch that is still open: its
-    groups are admitted beyond the bounds, otherwise the trainer would wait for groups that wait for
-    the trainer.
+    While no lease waits, at most `capacity` groups, and `capacity_bytes` plus one group, are stored
+    and untrained.  A lease that cannot be filled needs the first open batch: groups of that batch
+    are admitted beyond the bounds, or trainer and explorers would wait for each other.
     """
 
     def __init__(self, settings: BufferSettings) -> None:
@@ -50,9 +47,7 @@ class Limiter:
         self._starving = 0  # leases that cannot be filled now
 
     def room(self, waiting: LeaseOrder, key: tuple[int, int] | None) -> bool:
-        """Whether a further group of (batch, explorer) `key` may come; None: of a batch that is not
-        known.
-        """
+        """Return whether a group of (batch, explorer) `key` may be stored; None: batch unknown."""
         groups = waiting.num_groups + self._groups
         size = waiting.num_bytes + self._bytes
         if groups < self._capacity and size < self._capacity_bytes:
@@ -60,18 +55,18 @@ class Limiter:
         return self._starving > 0 and key is not None and key <= waiting.open_batch
 
     def admit(self, size: int) -> None:
-        """A group of `size` bytes is going to be stored."""
+        """Count a group of `size` bytes that is about to be stored."""
         self._groups = self._groups + 1
         self._bytes = self._bytes + size
 
     def settle(self, size: int) -> None:
-        """It is stored, and counted by the order, or it was refused."""
+        """Remove an admitted group: it was stored or refused."""
         self._groups = self._groups - 1
         self._bytes = self._bytes - size
 
     @contextlib.contextmanager
     def starving(self) -> Iterator[None]:
-        """A lease waits for groups."""
+        """Mark a lease as waiting for groups inside the block."""
         self._starving += 1
         try:
             yield
@@ -80,23 +75,20 @@ class Limiter:
 
 
 class Reserve:
-    """Space on the ledger's disk that is kept for the trainer: when the disk is full, appends wait
-    and steps go on for a while.
+    """Disk space reserved for the trainer: when the disk is full, appends wait while steps go on.
 
-    A file that holds nothing.  One thread uses it; without a path (a ledger elsewhere) it does
-    nothing.
+    The reserve is a preallocated file.  One thread uses it; without a path (a ledger elsewhere) it
+    has no effect.
     """
 
     def __init__(self, path: Path | None, size: int) -> None:
         self._path = path
         self._size = size
-        self._whole = path is None
+        self._filled = path is None
 
     def fill(self) -> None:
-        """Takes the space, if it was given away.  Raises DiskFull, or BufferFailed where the file
-        cannot be written at all.
-        """
-        if self._whole:
+        """Allocate the space again.  Raises DiskFull, or BufferFailed if the file cannot be written."""
+        if self._filled:
             return
         assert self._path is not None
         try:
@@ -114,26 +106,22 @@ class Reserve:
                 f"{self._path.parent} has not {self._size} bytes free for the trainer: {nothing}  "
                 f"{REMEDY}"
             ) from None
-        self._whole = True
+        self._filled = True
 
     def spend(self) -> bool:
-        """Gives the space away, also what a process that was killed had taken; False if there is
-        none.
-        """
+        """Free the reserve, also that of a killed process; return False if there is none."""
         if self._path is None:
             return False
-        self._whole = False
+        self._filled = False
         try:
             self._path.unlink()
-        except OSError:  # spent before, removed by a person in need of space, or the disk cannot be written any more
+        except OSError:  # already removed, or the disk is not writable
             return False
         return True
 
 
 class BufferCore:
-    """The state of one open buffer.  `clock`: seconds that only go forward, for the rest between
-    two uses.
-    """
+    """State of an open buffer.  `clock`: monotonic seconds, for the rest of rows between two uses."""
 
     def __init__(
         self,
@@ -159,23 +147,24 @@ class BufferCore:
         self._lineage = 0
         self._closed = False
         self._closing = asyncio.Event()
-        self._no_append = asyncio.Event()  # no append is with the ledger
+        self._no_append = asyncio.Event()  # set while the ledger has no append
         self._no_append.set()
 
-    async def _work(self, call: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-        """Run on the ledger's thread; ledger calls keep their order."""
+    async def _run(self, call: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """Run `call` on the ledger's thread, in call order."""
         self._check_open()
-        return await self._repeat(functools.partial(call, *args, **kwargs))
+        return await self._retry_while_full(functools.partial(call, *args, **kwargs))
 
-    async def _fenced(self, lineage: int, work: Callable[[Connection], R], point: str = "") -> R:
-        """`work` in one transaction of the ledger, see `Ledger.run_for`."""
-        return await self._work(self._ledger.run_for, lineage, work, point)
+    async def _run_fenced(
+        self, lineage: int, work: Callable[[Connection], R], point: str = ""
+    ) -> R:
+        """Run `work` in one transaction of the ledger, see `Ledger.run_for`."""
+        return await self._run(self._ledger.run_for, lineage, work, point)
 
-    async def _repeat(self, call: Callable[[], R], *, appends: bool = False) -> R:
-        """Runs on the ledger's thread; again and again while no space is left, which changes
-        nothing, for a while.
+    async def _retry_while_full(self, call: Callable[[], R], *, appends: bool = False) -> R:
+        """Run `call` on the ledger's thread; retry for `full_disk_wait_s` while the disk is full.
 
-        What does not append may use the reserve.
+        Calls other than appends may use the reserve.
         """
         idle = self._no_append if appends else asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -194,7 +183,7 @@ class BufferCore:
                 if loop.time() >= deadline or self._closed:
                     raise
             idle.set()
-            # there is no event for free space; closing ends the wait
+            # no event signals free space; closing ends the wait
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_FULL_DISK_RETRY_S):
                     await self._closing.wait()

@@ -1,8 +1,8 @@
-"""The owner's connection to the ledger's database: one process at a time, every transaction once,
-also when the connection is lost.
+"""The owner's connection to the ledger's database: one owner process, and every transaction exactly
+once, even if the connection is lost.
 
-It knows where the ledger is and how its database fails, not what is in it.  The one invariant: what
-`run` is given takes effect exactly once, or not at all and the caller is told.
+Knows the database's location and failures, not its content.  Invariant: the work given to `run`
+takes effect exactly once, or not at all with an error.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from sqlalchemy.engine import Engine, Row
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 
 from rft.buffer.location import (
-    OwnerLock,
     connect,
     leave_pointer,
     ledger_location,
-    make_folder,
     refuse_foreign,
     refuse_network,
 )
@@ -35,31 +33,33 @@ from rft.buffer.schema import put_meta, tables_size
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed, DiskFull, SetupError
 from rft.files.disk import FULL, REMEDY, sync_path
+from rft.files.owner_lock import OwnerLock, make_folder
 from rft.secrets import redact
+from rft.worker.waiting import works
 
 log = logging.getLogger(__name__)
-QUIET_S = 0.5  # without a transaction: the owner has other things to do
-MUCH_BYTES = 96 << 20  # written since the last checkpoint: it is not put off any longer
-SMALL_BYTES = 64 << 10  # what a transaction without payload counts for
+QUIET_S = 0.5  # seconds without a transaction after which the owner counts as idle
+MUCH_BYTES = 96 << 20  # written bytes after which a checkpoint is no longer postponed
+SMALL_BYTES = 64 << 10  # assumed size of a transaction without payload
 
 R = TypeVar("R")
 MOST_PAUSE_S = 10.0
+AWAY_PAUSE_S = 2.0  # between two attempts to reach a server that stays away
 _BUSY = 5  # SQLITE_BUSY, also as the low byte of its variants
 # serialization failure, deadlock, lock not available
 _RETRIED = frozenset({"40001", "40P01", "55P03"})
 _LOCK_KEY = "hashtextextended('rft ledger ' || :schema, 0)"
-# meta: the owner's newest transaction; shows after a lost connection whether it was committed
+# key in meta: the owner's newest transaction; tells after a lost connection whether it committed
 _MARK = "transaction"
-_OWNER = "owner"  # meta: the owner's random name
+_OWNER = "owner"  # key in meta: the owner's random name
 
 
 class Checkpointer:
-    """Moves what SQLite's write-ahead log holds into the database file, beside the owner's
-    transactions instead of inside them.
+    """Moves SQLite's write-ahead log into the database file, beside the owner's transactions.
 
-    It does so when the owner has written and is quiet now, or has written much.  Nothing depends on
-    it: the log alone is enough to read and recover everything, and where this thread cannot keep up
-    SQLite does the work in a commit (`wal_autocheckpoint`).
+    Runs when the owner is idle after writing, or has written much.  It is optional: the log alone
+    suffices for reading and recovery, and if this thread cannot keep up SQLite moves the log within
+    a commit (pragma wal_autocheckpoint).
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,12 +68,12 @@ class Checkpointer:
         self._due = threading.Event()
         self._closed = False
         self._count = self._bytes = 0  # of transactions; changed by the owner's thread only
-        self._moved = 0  # of the bytes; changed by this thread only
+        self._moved = 0  # bytes moved; changed by this thread only
         self._thread = threading.Thread(target=self._run, name="rft-buffer-checkpoint", daemon=True)
         self._thread.start()
 
     def written(self, size: int) -> None:
-        """A transaction with payload of `size` bytes was committed."""
+        """Note a committed transaction with payload of `size` bytes."""
         self._count += 1
         self._bytes += max(size, SMALL_BYTES)
         if self._bytes - self._moved >= MUCH_BYTES:
@@ -92,13 +92,13 @@ class Checkpointer:
         try:
             while self._written.wait() and not self._closed:
                 self._written.clear()
-                seen = -1
-                while seen != self._count and not self._due.is_set():
-                    seen = self._count
+                count = -1
+                while count != self._count and not self._due.is_set():
+                    count = self._count
                     self._due.wait(QUIET_S)
                 self._moved = self._bytes
                 self._due.clear()
-                if self._closed:  # what was cleared may have been the call to end
+                if self._closed:  # clear() may have erased the signal of close()
                     return
                 self._move(connection)
         finally:
@@ -108,15 +108,46 @@ class Checkpointer:
         began = time.monotonic()
         try:
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-        except (
-            sqlite3.Error
-        ) as e:  # a full or failing disk: the next commit meets it too, and tells
+        except sqlite3.Error as e:  # a full or failing disk, which the next commit reports
             log.warning("buffer %s: its write-ahead log could not be moved: %s", self._path, e)
         log.debug("buffer %s: checkpoint of %.3f s", self._path, time.monotonic() - began)
 
 
+class _Patience:
+    """Pauses between the attempts of one transaction.
+
+    The first retry is at once: it is all that a terminated server process needs.
+    """
+
+    def __init__(self, settings: BufferSettings) -> None:
+        times = settings.max_retry_times
+        first = settings.max_retry_interval_s
+        self._pauses = (
+            [0.0, *(min(MOST_PAUSE_S, first * 2**n) for n in range(times))] if times else []
+        )
+        self._can_wait = bool(times)
+        self._deadline = time.monotonic() + settings.full_disk_wait_s
+        self._waits = False
+        self.begins_to_wait = False  # the server is away, and has been told so in no earlier pause
+
+    def pause(self, *, away: bool) -> float | None:
+        """Return seconds until the next attempt; None: no more.
+
+        `away`: the server of a run that has begun, which is waited for as long as for a disk.
+        """
+        pause = self._pauses.pop(0) if self._pauses else None
+        if pause is None and away and self._can_wait and time.monotonic() < self._deadline:
+            pause = AWAY_PAUSE_S
+        self.begins_to_wait = bool(pause) and away and not self._waits
+        self._waits |= self.begins_to_wait
+        return pause
+
+
 class Database:
-    """One thread uses it.  `run` does the work; `location` is for messages."""
+    """The owner's database, used by one thread.  `run` executes transactions.
+
+    `location` is for messages.
+    """
 
     def __init__(self, settings: BufferSettings) -> None:
         self.location = ledger_location(settings)
@@ -126,20 +157,20 @@ class Database:
         self._engine: Engine | None = None
         self._connection: Connection | None = None
         self._checkpointer: Checkpointer | None = None  # of SQLite
-        # of PostgreSQL: process id and start of our server process
+        # PostgreSQL: process id and start of the connection's server process
         self._backend: tuple[int, object] | None = None
         self._name = secrets.token_hex(8)
         self._count = 0
         self._owned = False
-        self._unknown = False  # a commit whose outcome could not be learnt
+        self._unknown = False  # whether the outcome of a commit is unknown
         self._stop = threading.Event()
-        # of SQLite's file; closing one while it is in use would drop SQLite's own locks on it
+        # SQLite's file, open all the time: closing a descriptor would drop SQLite's own locks
         self._fd: int | None = None
 
     def open(self, prepare: Callable[[Connection], R]) -> R:
-        """Become the owner; `prepare` makes or checks the tables, in the first transaction.
+        """Become the owner; `prepare` creates or checks the tables in the first transaction.
 
-        Raises SetupError on a network file system or without a server, BufferFailed when another
+        Raises SetupError on a network file system or without a server, BufferFailed if another
         process is the owner.
         """
         if self._file_lock is not None:
@@ -164,7 +195,7 @@ class Database:
         return result
 
     def close(self) -> None:
-        """Lets go of the database.  May be called twice."""
+        """Close the database.  May be called twice."""
         if self._checkpointer is not None:
             self._checkpointer.close()
             self._checkpointer = None
@@ -179,23 +210,22 @@ class Database:
             self._file_lock.release()
 
     def stop(self) -> None:
-        """From another thread: wait for a lost server no longer."""
+        """Stop waiting for a lost server; called from another thread."""
         self._stop.set()
 
     @property
     def connection(self) -> Connection:
-        """The owner's connection, inside no transaction."""
+        """Return the owner's connection, outside of transactions."""
         if self._connection is None:
             raise BufferFailed(f"the buffer {self.location} is closed")
         return self._connection
 
     def run(self, work: Callable[[Connection], R], *, size: int = 0) -> R:
-        """`work` in one transaction, which writes payload of about `size` bytes.
+        """Run `work` in one transaction, which writes about `size` bytes of payload.
 
-        Where the connection is lost or a lock cannot be had, it is repeated as the settings say.
-
-        `work` may run several times; only one of them is committed.  Raises BufferFailed: then
-        nothing of it is stored, or the message says that this is not known.
+        After a failed lock the transaction is retried `max_retry_times`, without a server for
+        `full_disk_wait_s`.  `work` may run several times; one run is committed.  Raises
+        BufferFailed: then nothing is stored, or the message says that the outcome is unknown.
         """
         if self._engine is None:
             raise BufferFailed(f"the buffer {self.location} is closed")
@@ -205,17 +235,17 @@ class Database:
                 f"resume it"
             )
         mark = ""
-        pauses = self._pauses()
+        patience = _Patience(self._settings)
         results: list[R] = []  # of the newest attempt
         while True:
             try:
                 tx = self._usable()
                 if mark:
                     with tx.begin():
-                        found = tx.scalar(
+                        committed = tx.scalar(
                             text("SELECT value FROM meta WHERE key = :key"), {"key": _MARK}
                         )
-                    if found == mark:  # the commit whose answer was lost did take place
+                    if committed == mark:  # the commit with the lost answer succeeded
                         return results[0]
                 mark = ""
                 with tx.begin():
@@ -225,43 +255,42 @@ class Database:
                     self._checkpointer.written(size)
                 return results[0]
             except (SQLAlchemyError, OSError) as e:
-                if self._stop.is_set() or not pauses or not self._passing(e):
-                    self._unknown = bool(mark) and self._lost(e)
+                lost = self._lost(e)
+                pause = patience.pause(away=lost and self._owned)
+                if self._stop.is_set() or pause is None or not self._passing(e):
+                    self._unknown = bool(mark) and lost
                     raise self._failed(e) from e
-                pause = pauses.pop(0)
                 log.warning("buffer %s: %s; trying again in %g s", self.location, cause(e), pause)
-                if self._lost(e):
+                if patience.begins_to_wait:
+                    message = "The database of the buffer %s is away: %s.  Retrying for %g s, then the run stops."
+                    log.error(message, self.location, cause(e), self._settings.full_disk_wait_s)
+                if lost:
                     self._leave()
-                self._stop.wait(pause)
+                with works(f"the buffer's database is away: {cause(e)}"):
+                    self._stop.wait(pause)
 
     def sync(self) -> None:
-        """What was committed survives a power loss from now on, whatever the durability."""
+        """Make committed transactions survive a power loss, whatever the durability."""
         path = self.location.path
-        # each commit has done so
+        # with durability power each commit has synced
         if path is None or self._fd is None or self._settings.durability == "power":
             return
         try:
             os.fsync(self._fd)
-            # nothing is locked in these
+            # SQLite has no locks on these
             for file in (path.with_name(path.name + "-wal"), path.parent):
                 sync_path(file)
         except OSError as e:
             raise self._failed(e) from e
 
     def size(self, tx: Connection) -> int:
-        """Bytes of the database: files of SQLite, tables and indexes of the schema."""
+        """Return the bytes of the database: SQLite's files, or tables and indexes of the schema."""
         path = self.location.path
         if path is not None:
             return sum(p.stat().st_size for p in path.parent.glob(path.name + "*"))
         return tables_size(tx)
 
     # ------------------------------------------------------------ inside
-
-    def _pauses(self) -> list[float]:
-        """The first retry is at once: it is all that a terminated server process needs."""
-        times = self._settings.max_retry_times
-        first = self._settings.max_retry_interval_s
-        return [0.0, *(min(MOST_PAUSE_S, first * 2**n) for n in range(times))] if times else []
 
     def _usable(self) -> Connection:
         if self._connection is not None:
@@ -271,7 +300,7 @@ class Database:
         try:
             if self.location.url is not None:
                 with connection.begin():
-                    self._own(connection)
+                    self._acquire_lock(connection)
             self._connection = connection
         finally:
             if self._connection is None:
@@ -285,20 +314,18 @@ class Database:
             try:
                 connection.invalidate()
                 connection.close()
-            except SQLAlchemyError as e:  # it was lost; nothing hangs on it any more
+            except SQLAlchemyError as e:  # the connection was lost and is unused
                 log.info("buffer %s: closing a lost connection: %s", self.location, cause(e))
 
-    def _own(self, tx: Connection) -> None:
-        """Take the advisory lock: it is this connection's, so a connection that may write without
-        being the owner cannot exist.
-        """
+    def _acquire_lock(self, tx: Connection) -> None:
+        """Take the advisory lock; it belongs to this connection, so only the owner can write."""
         schema = {"schema": self.location.schema}
         if not tx.scalar(text(f"SELECT pg_try_advisory_lock({_LOCK_KEY})"), schema):
             holder = self._holder(tx)
-            # ours, from before the loss
+            # this owner's connection from before the loss
             if holder is not None and self._backend == (holder.pid, holder.backend_start):
                 tx.execute(text("SELECT pg_terminate_backend(:pid)"), {"pid": holder.pid})
-            try:  # an owner that was just killed is given a moment
+            try:  # give a just killed owner time to end
                 with tx.begin_nested():
                     tx.execute(text("SET LOCAL lock_timeout = '1s'"))
                     tx.execute(text(f"SELECT pg_advisory_lock({_LOCK_KEY})"), schema)
@@ -341,13 +368,13 @@ class Database:
         ).one_or_none()
 
     def _make_schema(self, tx: Connection) -> None:
-        there = text("SELECT 1 FROM pg_namespace WHERE nspname = :schema")
-        # IF NOT EXISTS asks for the right to create it all the same
-        if tx.scalar(there, {"schema": self.location.schema}) is None:
+        query = text("SELECT 1 FROM pg_namespace WHERE nspname = :schema")
+        # IF NOT EXISTS would need the CREATE right even for an existing schema
+        if tx.scalar(query, {"schema": self.location.schema}) is None:
             tx.execute(text(f'CREATE SCHEMA "{self.location.schema}"'))
 
     def _mark(self, tx: Connection) -> str:
-        """Name this transaction in the database; "" where a commit cannot be in doubt."""
+        """Mark this transaction in the database; return "" if its outcome cannot be in doubt."""
         if self.location.url is None:
             return ""
         self._count += 1
@@ -356,11 +383,11 @@ class Database:
         return mark
 
     def _lost(self, error: BaseException) -> bool:
-        """Whether the connection is gone, could not be made, or cannot be used any more."""
-        # a file that cannot be opened stays so
+        """Return whether the connection is gone, could not be opened, or is unusable."""
+        # for SQLite a retry cannot help
         if self.location.url is None or not isinstance(error, DBAPIError):
             return False
-        # the driver's error, not the server's
+        # an error of the driver, not of the server
         unanswered = (
             isinstance(error, OperationalError) and getattr(error.orig, "sqlstate", None) is None
         )
@@ -381,8 +408,8 @@ class Database:
                 f"the database of the buffer, {self.location}, cannot be reached: {cause(error)}. "
                 "Start the server, or correct buffer.trainer_input.experience_buffer.path"
             )
-        said = f"the buffer {self.location} could not be written or read: {cause(error)}. {what}"
-        return DiskFull(f"{said}  {REMEDY}") if _no_space(error) else BufferFailed(said)
+        message = f"the buffer {self.location} could not be written or read: {cause(error)}. {what}"
+        return DiskFull(f"{message}  {REMEDY}") if _no_space(error) else BufferFailed(message)
 
 
 def _no_space(error: BaseException) -> bool:
@@ -394,7 +421,7 @@ def _no_space(error: BaseException) -> bool:
         code == sqlite3.SQLITE_IOERR_WRITE
         and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
     ):
-        return True  # of a file that may not grow
+        return True  # the file may not grow
     return (
         code == sqlite3.SQLITE_IOERR_SHMSIZE
         or code & 0xFF == sqlite3.SQLITE_FULL
@@ -403,7 +430,7 @@ def _no_space(error: BaseException) -> bool:
 
 
 def cause(error: BaseException) -> str:
-    """What the driver said, in one line and without secrets."""
+    """Return the driver's message in one line without secrets."""
     lines = str(getattr(error, "orig", None) or error).strip().splitlines()
     return redact("; ".join(line.strip() for line in lines if line.strip())) or type(error).__name__
 

@@ -1,10 +1,10 @@
-"""Which facts count for a version, what state they put each experience in, and that state as it is
-written down and counted.
+"""Derive the state of each experience for a version from the facts that count, store it and count
+it.
 
 A version (lineage, step) descends from every step of its own lineage up to `step`, from its
 lineage's parent up to the parent's step, and so on.  `states` is the only definition of an
 experience's state: `derive_states` stores its result when a lineage starts (with `held` and
-`leases`), `count` computes it anew for an audit.
+`leases`), `count` recomputes it for an audit.
 """
 
 from __future__ import annotations
@@ -62,53 +62,51 @@ from rft.buffer.session_rows import count_answers
 from rft.errors import BufferFailed
 from rft.types.ids import Version
 
-_PART = 10_000  # uses that are read at once
-_SUM = "sum:"  # begins a digest
-NO_LIMIT = 2**62  # newest step of the lineage that is being trained
-LOST = "not_durable"  # explained: its payload was in the memory of a process that has ended
+_PART = 10_000  # uses read at once
+_SUM = "sum:"  # prefix of a digest
+NO_LIMIT = 2**62  # newest step of the lineage in training
+LOST = "not_durable"  # reason: the payload was in the memory of a process that ended
 
-# by their ids: with a plain state = 'available' SQLite reads all rows that are, instead of these
+# (…) IS TRUE makes SQLite search by id; with a bare state = 'available' it reads all available rows
 _MOVE = (
     "UPDATE experiences SET state = ?, explained = ? WHERE id IN (??) AND (state = "
     "'available') IS TRUE"
 )
 
 
-def chain(tx: Connection, version: Version | None, *, whole: bool = False) -> dict[int, int]:
-    """{lineage: newest step that counts} for `version`; `whole` = all steps of its own lineage,
-    known and to come.
+def chain(tx: Connection, version: Version | None, *, all_steps: bool = False) -> dict[int, int]:
+    """Return {lineage: newest step that counts} for `version`; `all_steps`: all steps of its own
+    lineage, present and future.
     """
     if version is None:
         return {}
-    known = {r.lineage: r for r in tx.execute(select(lineages))}
-    found = {version.lineage: NO_LIMIT if whole else version.step}
-    row = known.get(version.lineage)
-    while row is not None and row.parent_lineage is not None and row.parent_lineage not in found:
-        found[row.parent_lineage] = row.parent_step
-        row = known.get(row.parent_lineage)
-    return found
+    rows = {r.lineage: r for r in tx.execute(select(lineages))}
+    ancestry = {version.lineage: NO_LIMIT if all_steps else version.step}
+    row = rows.get(version.lineage)
+    while row is not None and row.parent_lineage is not None and row.parent_lineage not in ancestry:
+        ancestry[row.parent_lineage] = row.parent_step
+        row = rows.get(row.parent_lineage)
+    return ancestry
 
 
 def ancestors(ancestry: dict[int, int]) -> CTE:
-    """The chain as a table; it is as long as a run has been resumed, so it goes in as rows, not as
-    a long condition.
-    """
+    """Return the chain as a table of rows, because it grows with every resume."""
     rows = list(ancestry.items()) or [(0, -1)]  # VALUES needs a row; no step is -1
-    given = (
+    listed = (
         values(column("lineage", Integer), column("step", BigInteger), name="given")
         .data(rows)
         .cte("given")
         .c
     )
-    # SQLite makes an index only of columns that have a type, and else reads all of them for each
-    # row
+    # SQLite builds an automatic index only for typed columns; without types it scans all rows each
+    # time
     return select(
-        cast(given.lineage, Integer).label("lineage"), cast(given.step, BigInteger).label("step")
+        cast(listed.lineage, Integer).label("lineage"), cast(listed.step, BigInteger).label("step")
     ).cte("ancestry")
 
 
 def counted_uses(ancestry: dict[int, int]) -> Select[tuple[str, int, int]]:
-    """Every use that counts: (experience, lineage, step)."""
+    """Select every use that counts: (experience, lineage, step)."""
     a = ancestors(ancestry)
     return select(uses.c.experience, uses.c.lineage, uses.c.step).join(
         a, and_(uses.c.lineage == a.c.lineage, uses.c.step <= a.c.step)
@@ -116,46 +114,50 @@ def counted_uses(ancestry: dict[int, int]) -> Select[tuple[str, int, int]]:
 
 
 class StepSums:
-    """A number and a sum of facts, for any version."""
+    """Prefix sums (count, total) of facts by lineage and step, for any version."""
 
     def __init__(self) -> None:
-        # by lineage: step, and number and sum up to it
-        self._found: dict[int, list[tuple[int, int, int]]] = {}
+        # lineage -> [(step, count and total up to this step)]
+        self._by_lineage: dict[int, list[tuple[int, int, int]]] = {}
 
     def add(self, lineage: int, step: int, number: int, total: int = 0) -> None:
-        """The facts of one step; those of a lineage come in its order."""
-        mine = self._found.setdefault(lineage, [(-1, 0, 0)])
-        mine.append((step, mine[-1][1] + number, mine[-1][2] + total))
+        """Add the facts of one step; steps of a lineage must be added in order."""
+        sums = self._by_lineage.setdefault(lineage, [(-1, 0, 0)])
+        sums.append((step, sums[-1][1] + number, sums[-1][2] + total))
 
-    def of(self, ancestry: Mapping[int, int]) -> tuple[int, int]:
-        """What counts."""
-        known = [(mine, step) for line, step in ancestry.items() if (mine := self._found.get(line))]
-        ends = [mine[bisect_right(mine, step, key=itemgetter(0)) - 1] for mine, step in known]
-        return sum(n for _, n, _ in ends), sum(total for _, _, total in ends)
+    def within(self, ancestry: Mapping[int, int]) -> tuple[int, int]:
+        """Return count and total of the facts that count for the ancestry."""
+        number = total = 0
+        for lineage, step in ancestry.items():
+            if sums := self._by_lineage.get(lineage):
+                _, n, part = sums[bisect_right(sums, step, key=itemgetter(0)) - 1]
+                number += n
+                total += part
+        return number, total
 
 
 def beyond(table: Table, lineage: int | None, after: int) -> tuple[ColumnElement[bool], ...]:
-    """Facts of one lineage later than a step; without a lineage all."""
+    """Return conditions for facts of one lineage after a step; without a lineage none."""
     return () if lineage is None else (table.c.lineage == lineage, table.c.step > after)
 
 
 class UseCounts(StepSums):
-    """How many uses, and the sum of xxh3-128 over each, an ASCII line "id@lineage:step"; it grows
-    with them, in any order.
+    """Count of uses, and the sum of xxh3-128 over each use's ASCII line "id@lineage:step".
 
-    Of all, or of those of `lineage` beyond step `after`, read once.
+    The sum does not depend on the order.  Covers all uses, or those of `lineage` after step
+    `after`, read once.
     """
 
     def __init__(self, tx: Connection, lineage: int | None = None, after: int = 0) -> None:
         super().__init__()
         u = uses.c
-        asked = (
+        query = (
             select(u.lineage, u.step, u.experience)
             .where(*beyond(uses, lineage, after))
             .order_by(u.lineage, u.step)
         )
         for (line, step), rows in groupby(
-            tx.execute(asked, execution_options={"yield_per": _PART}), key=lambda r: r[:2]
+            tx.execute(query, execution_options={"yield_per": _PART}), key=lambda r: r[:2]
         ):
             hashes = [
                 xxhash.xxh3_128_intdigest(f"{experience}@{line}:{step}".encode())
@@ -165,23 +167,23 @@ class UseCounts(StepSums):
 
 
 def digest(total: int) -> str:
-    """As manifests state it."""
+    """Format a sum as in manifests."""
     return f"{_SUM}{total % (1 << 128):032x}"
 
 
-def count_uses(ancestry: dict[int, int], known: UseCounts) -> tuple[int, str]:
-    """(number, digest) of the uses that count."""
-    num_uses, total = known.of(ancestry)
+def count_uses(ancestry: dict[int, int], counts: UseCounts) -> tuple[int, str]:
+    """Return (number, digest) of the uses that count."""
+    num_uses, total = counts.within(ancestry)
     return num_uses, digest(total)
 
 
 def states(
     ancestry: dict[int, int], *, max_uses: int, resume_rows: str
 ) -> Select[tuple[str, str, str | None]]:
-    """(id, state, explained) of every experience, as `ancestry` sees it.
+    """Select (id, state, explained) of every experience for `ancestry`.
 
-    In this order: used `max_uses` times; dropped when it came; orphaned (its group was written by
-    weights outside the ancestry); explained by a counted step; else available.
+    In this order: used `max_uses` times; dropped on arrival; orphaned (weights outside the ancestry
+    wrote its group); explained by a counted step; else available.
     """
     a = ancestors(ancestry)
     e = experiences
@@ -211,23 +213,24 @@ def states(
     )
 
 
-def _of_each(facts: Table, a: CTE, *found: ColumnElement[Any]) -> Select[tuple[Any, ...]]:
-    """Of the facts that count, by experience."""
+def _of_each(facts: Table, a: CTE, *aggregates: ColumnElement[Any]) -> Select[tuple[Any, ...]]:
+    """Select aggregates of the counted facts by experience."""
     f = facts.c
     return (
-        select(f.experience, *found)
+        select(f.experience, *aggregates)
         .join(a, and_(f.lineage == a.c.lineage, f.step <= a.c.step))
         .group_by(f.experience)
     )
 
 
 def _outside(a: CTE) -> Select[tuple[str]]:
-    """Groups with a row that weights outside the ancestry wrote.  Rows without a version
-    (demonstrations) are never orphaned.
+    """Select groups with a row written by weights outside the ancestry.
+
+    Rows without a version (demonstrations) are never orphaned.
     """
     e = experiences
 
-    new = a.alias("new")  # joined, so that a row costs the same however often the run was resumed
+    new = a.alias("new")  # joined, so that a row's cost does not grow with the number of resumes
     old = a.alias("old")
     return (
         select(e.c.group_id)
@@ -241,24 +244,26 @@ def _outside(a: CTE) -> Select[tuple[str]]:
 
 
 def orphaned_groups(ancestry: dict[int, int]) -> Select[tuple[str]]:
-    """Ids of the groups that `states` calls orphaned."""
+    """Select ids of the groups that `states` marks as orphaned."""
     return _outside(ancestors(ancestry))
 
 
 def move(tx: Connection, ids: Sequence[str], to: str, *, explained: str | None = None) -> None:
-    """Write the state of rows that wait or are leased.  Repeating it is a no-op.
+    """Set the state of waiting or leased rows; idempotent.
 
-    Raises BufferFailed, and so stores nothing, for a row whose state must not become `to`.
+    Raises BufferFailed, storing nothing, for a row whose state must not become `to`.
     """
     e = experiences.c
     for part in parts(ids):
         if ask(tx, _MOVE, (to, explained), many=part).rowcount == len(part):
             continue
-        found = {r.id: r.state for r in tx.execute(select(e.id, e.state).where(e.id.in_(part)))}
-        wrong = [x for x in part if found.get(x) != to]
+        stored_states = {
+            r.id: r.state for r in tx.execute(select(e.id, e.state).where(e.id.in_(part)))
+        }
+        wrong = [x for x in part if stored_states.get(x) != to]
         if wrong:
             raise BufferFailed(
-                f"experience {wrong[0]} is {found.get(wrong[0], 'not stored')} and cannot become "
+                f"experience {wrong[0]} is {stored_states.get(wrong[0], 'not stored')} and cannot become "
                 f"{to} ({len(wrong)} such rows); "
                 "the buffer and its caller disagree: end the run and resume it"
             )
@@ -267,9 +272,7 @@ def move(tx: Connection, ids: Sequence[str], to: str, *, explained: str | None =
 def derive_states(
     tx: Connection, ancestry: dict[int, int], max_uses: int, resume_rows: str
 ) -> None:
-    """Write `state` and `explained` of every row, and `held` of every group, as `ancestry` sees
-    them.
-    """
+    """Write `state` and `explained` of every row, and `held` of every group, for `ancestry`."""
     now = states(ancestry, max_uses=max_uses, resume_rows=resume_rows).subquery("now")
     e = experiences.c
     changed = or_(e.state != now.c.state, e.explained.is_distinct_from(now.c.explained))
@@ -279,13 +282,13 @@ def derive_states(
         .values(state=now.c.state, explained=now.c.explained)
     )
     unwritten = not_(exists().where(and_(e.group_id == groups.c.id, e.newest_lineage.is_not(None))))
-    # every run failed, or none got a reward: a new lineage tries the task again
-    gone = and_(groups.c.num_eligible == 0, or_(unwritten, groups.c.reason == "unscored"))
+    # every run failed, or none got a reward: the new lineage tries the task again
+    explore_again = and_(groups.c.num_eligible == 0, or_(unwritten, groups.c.reason == "unscored"))
     given_up = groups.c.id.in_(select(e.group_id).where(e.dropped == DAMAGED))
-    gone = or_(gone, and_(given_up, ~has_used_rows()))  # see Ledger._given_up
+    explore_again = or_(explore_again, and_(given_up, ~has_used_rows()))  # see Ledger._given_up
     if resume_rows == "orphan":
-        gone = or_(gone, groups.c.id.in_(orphaned_groups(ancestry)))
-    tx.execute(update(groups).values(held=not_(gone)))
+        explore_again = or_(explore_again, groups.c.id.in_(orphaned_groups(ancestry)))
+    tx.execute(update(groups).values(held=not_(explore_again)))
     tx.execute(delete(leases))
     last = _of_each(
         uses,
@@ -296,20 +299,20 @@ def derive_states(
 
 
 def has_used_rows() -> Exists:
-    """Of a group: it was trained on in part, so its task must not be explored again."""
+    """Condition on a group: some of its rows were trained, so its task must not be explored again."""
     return exists().where(
         and_(experiences.c.group_id == groups.c.id, experiences.c.state == "used")
     )
 
 
 def waiting_groups(tx: Connection, ancestry: dict[int, int], max_uses: int) -> list[WaitingGroup]:
-    """Groups with rows that can be leased."""
+    """Return the groups with rows that can be leased."""
     e = experiences.c
     g = groups.c
     counts: Counter[str] = Counter()
     if max_uses > 1:
         counts.update(u.experience for u in tx.execute(counted_uses(ancestry)))
-    asked = select(
+    query = select(
         e.id,
         e.group_id,
         e.position,
@@ -321,19 +324,19 @@ def waiting_groups(tx: Connection, ancestry: dict[int, int], max_uses: int) -> l
         g.locator,
         g.num_bytes,
     )
-    asked = (
-        asked.join(groups, g.id == e.group_id)
+    query = (
+        query.join(groups, g.id == e.group_id)
         .where(e.state == "available")
         .order_by(e.group_id, e.id)
     )
-    found = []
-    for name, members in groupby(tx.execute(asked), key=lambda r: r.group_id):
+    group_list = []
+    for name, members in groupby(tx.execute(query), key=lambda r: r.group_id):
         first, *rest = members
         waiting = [
             WaitingRow(r.id, r.position, r.oldest_step, counts[r.id], r.reward)
             for r in (first, *rest)
         ]
-        found.append(
+        group_list.append(
             WaitingGroup(
                 name,
                 first.batch,
@@ -344,11 +347,11 @@ def waiting_groups(tx: Connection, ancestry: dict[int, int], max_uses: int) -> l
                 num_bytes=first.num_bytes,
             )
         )
-    return found
+    return group_list
 
 
 def misplaced(tx: Connection, now: Subquery) -> list[str]:
-    """Rows whose stored state is not the one that follows from the facts, `now` of `states`."""
+    """Return problems of rows whose stored state differs from `now`, the result of `states`."""
     e = experiences.c
     differs = or_(e.state != now.c.state, e.explained.is_distinct_from(now.c.explained))
     both = select(e.id, e.state, e.explained, now.c.state, now.c.explained).join(
@@ -365,22 +368,22 @@ def misplaced(tx: Connection, now: Subquery) -> list[str]:
 
 
 def strays(tx: Connection) -> list[str]:
-    """What is wrong with the log-probs that trainers left: each belongs to a use."""
+    """Return problems of trainers' log-probs that belong to no use."""
     k = token_logprobs.c
     u = uses.c
     of_a_use = exists().where(
         and_(u.experience == k.experience, u.lineage == k.lineage, u.step == k.step)
     )
-    found = tx.scalars(select(k.experience).where(~of_a_use)).all()
+    rows = tx.scalars(select(k.experience).where(~of_a_use)).all()
     return (
-        [f"trainer's log-probs of {found[0]} belong to no use ({len(found)} such rows)"]
-        if found
+        [f"trainer's log-probs of {rows[0]} belong to no use ({len(rows)} such rows)"]
+        if rows
         else []
     )
 
 
 def count_states(tx: Connection, now: Subquery) -> Counter[tuple[str, str | None]]:
-    """How many rows are in each (state, explained) of `now`, which is of `states`."""
+    """Count rows by (state, explained) of `now`, a result of `states`."""
     counted = select(now.c.state, now.c.explained, func.count()).group_by(
         now.c.state, now.c.explained
     )
@@ -390,15 +393,13 @@ def count_states(tx: Connection, now: Subquery) -> Counter[tuple[str, str | None
 def count(
     tx: Connection,
     ancestry: dict[int, int],
-    known: UseCounts,
+    counts: UseCounts,
     *,
     max_uses: int,
     resume_rows: str,
     version: str,
 ) -> tuple[Audit, Subquery]:
-    """The audit of what is stored, with nothing leased, and the derived (id, state, explained) of
-    each row.
-    """
+    """Return the audit with nothing leased, and the derived (id, state, explained) of each row."""
     e = experiences.c
     g = groups.c
     now = states(ancestry, max_uses=max_uses, resume_rows=resume_rows).subquery("now")
@@ -435,7 +436,7 @@ def count(
         .having(func.count() > max_uses)
         .subquery("often")
     )
-    num_uses, total = known.of(ancestry)
+    num_uses, total = counts.within(ancestry)
     audit = Audit(
         acked=(tx.scalar(select(func.sum(g.num_rows))) or 0)
         + served.waiting

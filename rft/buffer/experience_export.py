@@ -1,8 +1,7 @@
-"""Experiences as a file: Parquet or JSON lines, with bounded memory, while the run goes on or after
-it.
+"""Export experiences to a Parquet or JSON-lines file with bounded memory, during or after a run.
 
-It knows the columns' types and no other program's format.  The one invariant: the file appears
-whole or not at all, and nothing that was there is overwritten.
+Knows the columns' types and no other program's format.  Invariant: the file appears complete or not
+at all, and no existing file is overwritten.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from rft.types.experience import Experience
 from rft.types.token_logprobs import TrainerTokens
 
 _Write = Callable[[list[dict[str, Any]]], None]
-PAGE = 256  # experiences that are asked for at once
+PAGE = 256  # experiences per query
 GROUP_ROWS = 2048  # largest row group
-GROUP_BYTES = 32 << 20  # it is also ended when its tokens and texts take so much
+GROUP_BYTES = 32 << 20  # limit of a row group by size of its tokens and texts
 SPAN = pa.struct([("version", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
 PAYLOAD = pa.schema(
     [
@@ -54,14 +53,14 @@ def export(
     *,
     where: str = "",
     tokens: bool = False,
-    told: Callable[[int], None] = lambda n: None,
+    on_progress: Callable[[int], None] = lambda n: None,
 ) -> int:
-    """Write the experiences that fulfil `where`, a condition on v_experiences, to `to`; how many
-    they are.
+    """Write the experiences that fulfil `where`, a condition on v_experiences, to `to`; return
+    their number.
 
-    They come in the order of their ids, a page at a time, each page as it is at its moment: a long
-    export neither keeps the database's log from being cut nor sees two states of one experience.
-    `told` hears how many are written.  Raises ConfigError.
+    Experiences come in the order of their ids, page by page, and each page is a separate snapshot:
+    a long export does not stop the database's log from being cut, and no experience appears in two
+    states. `on_progress` gets the number written so far.  Raises ConfigError.
     """
     if to.suffix not in _WRITERS:
         raise ConfigError(
@@ -88,14 +87,14 @@ def export(
             for rows in pages(questions, where):
                 if tokens:
                     ids = [row["id"] for row in rows]
-                    found = questions.payload(ids)
-                    kept = questions.trainer_tokens(ids)
+                    payloads = questions.payload(ids)
+                    trainer_tokens = questions.trainer_tokens(ids)
                     rows = [
-                        {**row, **unpacked(found[x], kept.get(x))}
+                        {**row, **unpacked(payloads[x], trainer_tokens.get(x))}
                         for x, row in zip(ids, rows, strict=True)
                     ]
                 write(rows)
-                told(count := count + len(rows))
+                on_progress(count := count + len(rows))
         if to.exists():
             raise ConfigError(
                 f"{to} appeared meanwhile and is not overwritten", key="--to", given=str(to)
@@ -113,7 +112,7 @@ def export(
 
 
 def pages(questions: Questions, where: str) -> Iterator[list[dict[str, Any]]]:
-    """Rows of v_experiences that fulfil `where`, by id, PAGE at a time."""
+    """Yield rows of v_experiences that fulfil `where`, by id, PAGE at a time."""
     last = ""
     while True:
         rows = questions.page(where, last, PAGE)
@@ -125,8 +124,8 @@ def pages(questions: Questions, where: str) -> Iterator[list[dict[str, Any]]]:
 
 
 def schema(questions: Questions) -> pa.Schema:
-    """Columns of v_experiences with the types of the ledger's columns; those of no table are steps
-    and times, or texts.
+    """Return the columns of v_experiences with the ledger's column types; columns of no table are
+    steps, times or texts.
     """
     kinds = {
         name: column.type for table in (texts, experiences) for name, column in table.c.items()
@@ -138,7 +137,7 @@ def schema(questions: Questions) -> pa.Schema:
 
 
 def as_table(rows: list[dict[str, Any]], columns: pa.Schema) -> pa.Table:
-    """Rows of `pages` with the columns of `schema`."""
+    """Convert rows of `pages` to a table with the columns of `schema`."""
     arrays = [pa.array(_typed([row[f.name] for row in rows], f.type), f.type) for f in columns]
     return pa.Table.from_arrays(arrays, schema=columns)
 
@@ -156,9 +155,7 @@ def _arrow(kind: TypeEngine[Any] | None) -> pa.DataType:
 
 
 def unpacked(x: Experience, trainer: TrainerTokens | None) -> dict[str, Any]:
-    """What the payload, and what the trainer left, add to the columns; arrays as they are, the rest
-    as JSON.
-    """
+    """Return the columns from the payload and from the trainer: arrays unchanged, the rest as JSON."""
     return {
         "tokens": x.tokens,
         "loss_mask": x.loss_mask,
@@ -179,13 +176,13 @@ def unpacked(x: Experience, trainer: TrainerTokens | None) -> dict[str, Any]:
 
 @contextmanager
 def _parquet(path: Path, columns: pa.Schema) -> Iterator[_Write]:
-    """Rows are collected until a row group is full."""
+    """Write Parquet; rows are collected until a row group is full."""
     tables: list[pa.Table] = []
 
     def flush() -> None:
         if tables:
-            whole = pa.concat_tables(tables)
-            writer.write_table(whole, row_group_size=whole.num_rows)
+            table = pa.concat_tables(tables)
+            writer.write_table(table, row_group_size=table.num_rows)
             tables.clear()
 
     def write(rows: list[dict[str, Any]]) -> None:
@@ -203,7 +200,7 @@ def _parquet(path: Path, columns: pa.Schema) -> Iterator[_Write]:
 
 @contextmanager
 def _lines(path: Path, columns: pa.Schema) -> Iterator[_Write]:
-    """One JSON object a line, with the columns of the schema."""
+    """Write one JSON object per line, with the columns of the schema."""
 
     def write(rows: list[dict[str, Any]]) -> None:
         values = [_typed([row[f.name] for row in rows], f.type) for f in columns]
@@ -221,7 +218,7 @@ def _lines(path: Path, columns: pa.Schema) -> Iterator[_Write]:
 
 
 def _typed(values: list[Any], kind: pa.DataType) -> list[Any]:
-    """A column; SQLite keeps truth values as numbers and may give whole floats as integers."""
+    """Convert a column: SQLite stores booleans as numbers and may return whole floats as integers."""
     if pa.types.is_boolean(kind):
         return [None if v is None else bool(v) for v in values]
     return (

@@ -1,8 +1,7 @@
-"""The explorer's side of the buffer, see `rft.types.ports.BufferWriter`: groups are stored
-together, in one transaction after the other.
+"""The explorer's side of the buffer (`rft.types.ports.BufferWriter`) stores groups, several per
+transaction.
 
-It knows no lease.  The one invariant: an append returns when its group is durable, and is then
-known to the order in memory.
+Knows no leases.  Invariant: an append returns when its group is durable and in the order in memory.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from sqlalchemy import Connection, and_, delete, func, insert, select
 
 from rft.buffer import session_rows as served
 from rft.buffer.core import BufferCore
-from rft.buffer.intake import IncomingGroup, batch_of, read
+from rft.buffer.intake import IncomingGroup, batch_of, parse_group
 from rft.buffer.row_selectors import ClosedBatch, WaitingGroup
 from rft.buffer.schema import (
     ask,
@@ -41,7 +40,7 @@ from rft.types.credit import ScoredRow, run_rewards
 from rft.types.ports import AppendResult, StoredGroup, TaskOutcome
 from rft.worker.waiting import idles
 
-_GROUP_COMMIT = 64  # appends that share a transaction
+_GROUP_COMMIT = 64  # appends per transaction, at most
 _COUNT_GOOD = (
     "SELECT count(*) FROM groups WHERE batch = ? AND explorer = ? AND accepted AND "
     "num_eligible > 0 AND held"
@@ -49,18 +48,18 @@ _COUNT_GOOD = (
 
 
 class Offer(msgspec.Struct):
-    """A frame that wants to be stored."""
+    """A frame to be stored."""
 
     lineage: int
     frame: bytes
     accepted: bool
     reason: str
     explorer: int
-    sessions: tuple[str, ...] = ()  # that are served and whose runs these are, in run order
+    sessions: tuple[str, ...] = ()  # served sessions of these runs, in run order
 
 
 class Stored(msgspec.Struct):
-    """What became of an offer; `group` is None when it has nothing to train or was there already."""
+    """Result of an offer; `group` is None if nothing can be trained or the group was stored before."""
 
     result: AppendResult
     key: tuple[int, int] | None = None  # (batch, explorer), None for a repeated append
@@ -68,9 +67,7 @@ class Stored(msgspec.Struct):
 
 
 class ExplorerSide(BufferCore):
-    """Every method names the lineage and the explorer that call it; it raises Fenced for another
-    lineage than the newest.
-    """
+    """Every method takes the caller's lineage and explorer; raises Fenced for an old lineage."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -87,8 +84,9 @@ class ExplorerSide(BufferCore):
         sessions: tuple[str, ...] = (),
         explorer: int = 0,
     ) -> AppendResult:
-        """Store one group; one that is to be trained waits for room.  Raises IdConflict, Fenced,
-        FrameRejected (counted by reason).
+        """Store one group; an accepted group waits for room.
+
+        Raises IdConflict, Fenced, FrameRejected (counted by reason).
         """
         self._check_explorer(explorer)
         self._check_open()
@@ -101,9 +99,7 @@ class ExplorerSide(BufferCore):
         return await answer
 
     async def room(self, lineage: int, batch: int, *, explorer: int = 0) -> None:
-        """Wait until less than `capacity` and `capacity_bytes` wait to be trained, or a lease needs
-        this batch.
-        """
+        """Wait until untrained groups leave room, in number and bytes, or a lease needs this batch."""
         await self._wait_for_room(lineage, batch, explorer)
         self._fence(lineage)
 
@@ -113,64 +109,71 @@ class ExplorerSide(BufferCore):
         batch: int,
         *,
         accepted: int,
-        wanted: int,
+        expected: int,
         reasons: dict[str, int],
         explorer: int = 0,
     ) -> None:
-        """All groups of the batch are stored; may be repeated."""
+        """Note that all groups of the batch are stored; idempotent."""
         self._check_explorer(explorer)
         self._fence(lineage)
         order = self._order
 
         def work(tx: Connection) -> int:
-            row = (lineage, explorer, batch, accepted, wanted, json.dumps(reasons, sort_keys=True))
+            row = (
+                lineage,
+                explorer,
+                batch,
+                accepted,
+                expected,
+                json.dumps(reasons, sort_keys=True),
+            )
             put_many(tx, batches, [row], replace=True)
             return int(ask(tx, _COUNT_GOOD, (batch, explorer)).scalar_one())
 
         def close() -> int:
-            found = self._ledger.run_for(lineage, work, "buffer.close_batch")
+            good = self._ledger.run_for(lineage, work, "buffer.close_batch")
             self._ledger.closed.add((batch, explorer))
-            return found
+            return good
 
-        # groups that can be (or were) trained, as the ledger knows it
-        good = await self._work(close)
-        if good < accepted:  # accepted by the explorer, but without a row that can be trained
+        # groups that can be trained or were, according to the ledger
+        good = await self._run(close)
+        if good < accepted:  # accepted by the explorer, but without a trainable row
             reasons = {**reasons, "nothing_to_train": accepted - good}
-        order.close((batch, explorer), ClosedBatch(good, wanted, reasons))
+        order.close((batch, explorer), ClosedBatch(good, expected, reasons))
         await self._notify()
 
     async def stored_groups(
         self, lineage: int, first_batch: int, *, explorer: int = 0
     ) -> list[StoredGroup]:
-        """Stored groups from `first_batch` on that are not to be explored again."""
-        return await self._fenced(lineage, lambda tx: stored_groups(tx, explorer, first_batch))
+        """Return stored groups from `first_batch` on that must not be explored again."""
+        return await self._run_fenced(lineage, lambda tx: stored_groups(tx, explorer, first_batch))
 
     async def outcomes(
         self, lineage: int, first_batch: int, end_batch: int, *, explorer: int = 0
     ) -> list[TaskOutcome]:
-        """Pass rates of the tasks of batches [first_batch, end_batch), for selectors that learn."""
-        return await self._fenced(
+        """Return pass rates of tasks of batches [first_batch, end_batch), for adaptive selectors."""
+        return await self._run_fenced(
             lineage, lambda tx: outcomes(tx, explorer, first_batch, end_batch)
         )
 
-    async def same_tasksets(
+    async def check_taskset_fingerprints(
         self, lineage: int, fingerprints: dict[str, str], *, explorer: int = 0
     ) -> list[str]:
         """See `ports.BufferWriter`."""
-        return await self._fenced(
+        return await self._run_fenced(
             lineage,
             lambda tx: same_rows(tx, lineage, explorer, fingerprints, self._settings.resume_rows),
         )
 
     async def finish(self, lineage: int, reason: str, *, explorer: int = 0) -> None:
-        """This explorer appends nothing more."""
+        """Note that this explorer appends no more groups."""
         self._check_explorer(explorer)
         self._fence(lineage)
         self._order.finish(explorer, reason)
         await self._notify()
 
     async def _flush(self) -> None:
-        """Group commit: all appends that came while the last transaction ran share the next one."""
+        """Group commit: appends that arrive during a transaction share the next one."""
         while self._offers:
             now, self._offers = self._offers[:_GROUP_COMMIT], self._offers[_GROUP_COMMIT:]
             self._no_append.clear()
@@ -184,18 +187,17 @@ class ExplorerSide(BufferCore):
         answers: Sequence[Stored | BaseException]
         order = self._order
         try:
-            answers = await self._repeat(
+            answers = await self._retry_while_full(
                 functools.partial(self._append, [offer for offer, _ in now]), appends=True
             )
-        except Exception as e:  # belongs to every append of the transaction
+        except Exception as e:  # concerns every append of the transaction
             answers = [e] * len(now)
-        for (offer, _), answer in zip(now, answers, strict=True):
+        for (offer, future), answer in zip(now, answers, strict=True):
             if isinstance(answer, Stored) and answer.key is not None:
                 order.add(answer.key, answer.group)
             if offer.accepted:
                 self._limiter.settle(len(offer.frame))
-        for (_, future), answer in zip(now, answers, strict=True):
-            if future.done():  # the caller gave up waiting; stored is stored
+            if future.done():  # the caller was cancelled; the group stays stored
                 continue
             if isinstance(answer, Stored):
                 future.set_result(answer.result)
@@ -204,8 +206,9 @@ class ExplorerSide(BufferCore):
         await self._notify()
 
     def _append(self, offers: Sequence[Offer]) -> list[Stored | BufferFailed]:
-        """On the ledger's thread: all offers in one transaction; each is stored, a repetition, or
-        refused by itself.
+        """Process all offers in one transaction: store each, or recognise it as repeated, or refuse it.
+
+        Runs on the ledger's thread.
         """
         self._reserve.fill()
         ledger = self._ledger
@@ -214,15 +217,17 @@ class ExplorerSide(BufferCore):
 
         def work(tx: Connection) -> tuple[list[IncomingGroup | Stored | BufferFailed], list[str]]:
             fault("buffer.append.before")
-            known: dict[str, str] = {}
+            stored_hashes: dict[str, str] = {}
             for part in parts(names):
-                known.update(
+                stored_hashes.update(
                     (x, content)
                     for x, content in ask(
                         tx, "SELECT id, content_hash FROM groups WHERE id IN (??)", many=part
                     )
                 )
-            answers = [x if isinstance(x, BufferFailed) else self._new(x, known) for x in ready]
+            answers = [
+                x if isinstance(x, BufferFailed) else self._new(x, stored_hashes) for x in ready
+            ]
             for i, (offer, x) in enumerate(zip(offers, answers, strict=True)):
                 if isinstance(x, IncomingGroup) and not served.all_wait(tx, offer.sessions):
                     answers[i] = FrameRejected(
@@ -259,7 +264,7 @@ class ExplorerSide(BufferCore):
         try:
             self._ledger.fence(offer.lineage)
             writers = self._ledger.writers()
-            intake = read(
+            intake = parse_group(
                 offer.frame,
                 self._settings,
                 offer.lineage,
@@ -276,11 +281,11 @@ class ExplorerSide(BufferCore):
         return intake
 
     def _new(
-        self, x: IncomingGroup, known: dict[str, str]
+        self, x: IncomingGroup, stored_hashes: dict[str, str]
     ) -> IncomingGroup | Stored | BufferFailed:
         name = x.id
         content = x.content_hash
-        if (old := known.get(name)) is not None:
+        if (old := stored_hashes.get(name)) is not None:
             if old == content:
                 return Stored(AppendResult(appended=0, duplicates=len(x.rows)))
             return IdConflict(
@@ -289,7 +294,7 @@ class ExplorerSide(BufferCore):
             )
         if x.key in self._ledger.closed:
             return FrameRejected(f"closed_batch: group {name} came after its batch was closed")
-        known[name] = content
+        stored_hashes[name] = content
         return x
 
     def _count_rejections(self, tx: Connection, answers: Sequence[object]) -> None:
@@ -305,9 +310,7 @@ class ExplorerSide(BufferCore):
         )
 
     async def _admit(self, lineage: int, frame: bytes, explorer: int) -> None:
-        """Wait for room for a group.  A frame that cannot be read is let through: the ledger
-        refuses and counts it.
-        """
+        """Wait for room for a group.  An unreadable frame passes: the ledger refuses and counts it."""
         if not self._has_room(lineage, None) and (batch := batch_of(frame)) is not None:
             await self._wait_for_room(lineage, batch, explorer)
             self._check_open()
@@ -322,7 +325,7 @@ class ExplorerSide(BufferCore):
                 await self._changed.wait_for(lambda: self._has_room(lineage, (batch, explorer)))
 
     def _has_room(self, lineage: int, key: tuple[int, int] | None) -> bool:
-        """Also true for a lineage that was replaced, so that its waits end (and fail)."""
+        """Return whether a group may be stored; True for a replaced lineage, whose waits fail."""
         return lineage != self._lineage or self._closed or self._limiter.room(self._order, key)
 
     def _check_explorer(self, explorer: int) -> None:
@@ -353,8 +356,8 @@ def stored_groups(tx: Connection, explorer: int, first_batch: int) -> list[Store
 
 
 def outcomes(tx: Connection, explorer: int, first_batch: int, end_batch: int) -> list[TaskOutcome]:
-    """Of every scored group of `explorer` in batches [first_batch, end_batch) that stands, accepted
-    or not, by batch and task.
+    """Return the outcome of every scored, held group of `explorer` in batches [first_batch,
+    end_batch), accepted or not, by batch and task.
     """
     e = experiences.c
     g = groups.c
@@ -381,37 +384,41 @@ def outcomes(tx: Connection, explorer: int, first_batch: int, end_batch: int) ->
         )
         .order_by(g.batch, g.task, g.id, e.id)
     )
-    found = []
+    task_outcomes = []
     for _, members in groupby(rows, key=lambda r: r.id):
         first, *rest = members
         runs = run_rewards(
             ScoredRow(r.reward, r.run, r.step, r.num_response_tokens, r.credit)
             for r in (first, *rest)
         ).values()
-        found.append(
+        task_outcomes.append(
             TaskOutcome(
                 first.batch, first.task, first.taskset, first.task_index, fmean(runs), len(runs)
             )
         )
-    return found
+    return task_outcomes
 
 
 def same_rows(
     tx: Connection, lineage: int, explorer: int, fingerprints: Mapping[str, str], resume_rows: str
 ) -> list[str]:
-    """See `ports.BufferWriter`; compared where `lineage` goes on from a checkpoint, or keeps the
-    rows of attempts without one.
+    """Compare taskset fingerprints, see `ports.BufferWriter.check_taskset_fingerprints`.
+
+    Only if `lineage` continues a checkpoint, or keeps the rows of earlier starts without a
+    checkpoint.
     """
     prefix = f"taskset:{explorer}:"
-    mine = meta.c.key.startswith(prefix, autoescape=True)
-    before = {r.key.removeprefix(prefix): r.value for r in tx.execute(select(meta).where(mine))}
+    of_explorer = meta.c.key.startswith(prefix, autoescape=True)
+    before = {
+        r.key.removeprefix(prefix): r.value for r in tx.execute(select(meta).where(of_explorer))
+    }
     goes_on = (
         resume_rows == "keep"
         or tx.scalar(select(lineages.c.parent_lineage).where(lineages.c.lineage == lineage))
         is not None
     )
     names = sorted({*before, *fingerprints}) if before and goes_on else []
-    # earlier versions noted the end
+    # earlier versions stored only the end of a fingerprint
     changed = [n for n in names if not fingerprints.get(n, "").endswith(before.get(n, "new"))]
     if explored := [n for n in changed if not n.startswith("eval/")]:
         raise ConfigError(
@@ -422,7 +429,7 @@ def same_rows(
             key="buffer.explorer_input.tasksets",
             given=explored,
         )
-    tx.execute(delete(meta).where(mine))
+    tx.execute(delete(meta).where(of_explorer))
     if fingerprints:
         tx.execute(
             insert(meta),
@@ -435,7 +442,7 @@ def same_rows(
 
 
 def count_rejected(tx: Connection) -> dict[str, int]:
-    """Refused frames by reason, over all lineages."""
+    """Count refused frames by reason, over all lineages."""
     r = rejections.c
     query = select(r.reason, func.sum(r["count"])).group_by(r.reason).order_by(r.reason)
     return {k: int(n) for k, n in tx.execute(query)}

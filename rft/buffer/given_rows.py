@@ -1,8 +1,7 @@
-"""What readers have in common whose rows are given before training begins: another run's, or those
-of a data set.
+"""Base of readers whose rows are fixed before training: those of another run or of a data set.
 
-Invariant: which rows a step takes follows from the step alone, so nothing is recorded of them but
-what a checkpoint states.
+Invariant: the rows of a step follow from the step alone, so only a checkpoint's statement is
+recorded.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from rft.types.ports import Consumption, Lease
 
 
 class GivenRows:
-    """A `ports.BufferReader`.  A subclass has the `key` that names its `source`, and the rows of a
-    step.
-    """
+    """A `ports.BufferReader` of fixed rows.  A subclass defines `rows_of` and the config `key`."""
 
     key: str
 
@@ -29,7 +26,7 @@ class GivenRows:
         self._source = str(source)
 
     def rows_of(self, step: int) -> Lease:
-        """The rows of `step`.  Raises EndOfData after the last step."""
+        """Return the rows of `step`.  Raises EndOfData after the last step."""
         raise NotImplementedError
 
     async def lease(
@@ -42,17 +39,15 @@ class GivenRows:
         max_staleness: int | None,
         until: int | None = None,
     ) -> Lease:
-        """The rows follow from the step alone, so the other arguments have no effect."""
+        """Return the rows of `step`; the other arguments have no effect."""
         return self.rows_of(step)
 
     def consumed(self, step: int) -> Consumption:
-        """What all steps up to `step` took."""
+        """Return the consumption of all steps up to `step`."""
         raise NotImplementedError
 
     def go_on(self, step: int, consumption: Consumption) -> None:
-        """Raises ConfigError unless the checkpoint of `step` was trained on these rows in this
-        order.
-        """
+        """Raise ConfigError unless the checkpoint of `step` had these rows in this order."""
         if consumption != self.consumed(step):
             raise ConfigError(
                 f"its rows, their order or how many a step takes are not what the checkpoint of "
@@ -64,10 +59,10 @@ class GivenRows:
             )
 
     async def use(self, step: int, logprobs: bytes | None = None) -> None:
-        """Nothing to record: the step says it."""
+        """Record nothing: the rows follow from the step."""
 
     async def discard(self, step: int, reason: str) -> None:
-        """The same; the trainer's log names the step."""
+        """Record nothing; the trainer logs the step."""
 
     async def consumption(self, step: int) -> Consumption:
         return self.consumed(step)
@@ -81,8 +76,9 @@ def expert_row(
     taskset: str,
     task_index: int,
     messages: tuple[dict[str, Any], ...] = (),
+    info: dict[str, Any] | None = None,
 ) -> Experience:
-    """A given sequence to imitate: without a reward, and without log-probs of a sampling policy."""
+    """Return a sequence to imitate: without reward and without log-probs of a sampling policy."""
     return Experience(
         id=id,
         taskset=taskset,
@@ -95,4 +91,5 @@ def expert_row(
         has_logprobs=False,
         is_expert=True,
         messages=messages,
+        info=info or {},
     )

@@ -1,13 +1,12 @@
-"""What people want to know of a buffer: what it holds, counted; and single experiences with their
-lineage.
+"""Collect a buffer's counts, and single experiences with their lineage, for display.
 
-It does not know terminals.  The one invariant: what it says of lineage is the ledger's view
-v_lineage.
+Does not know terminals.  Invariant: lineage comes from the ledger's view v_lineage.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import msgspec
@@ -57,8 +56,9 @@ _PAYLOAD = "SELECT CAST(coalesce(sum(num_bytes), 0) AS BIGINT) FROM groups"
 
 
 def collect(questions: Questions) -> dict[str, Any]:
-    """What a buffer holds, counted, as plain values of one moment.  Raises ConfigError where the
-    ledger cannot be read.
+    """Return counts of a buffer's content as plain values of one snapshot.
+
+    Raises ConfigError if the ledger cannot be read.
     """
     with questions.errors("RUN"), questions.reading() as tx:
 
@@ -85,8 +85,8 @@ def collect(questions: Questions) -> dict[str, Any]:
             "bytes": {
                 "payload": tx.exec_driver_sql(_PAYLOAD).scalar(),
                 **(
-                    {"trainer_logprobs": kept}
-                    if (kept := tx.exec_driver_sql(_KEPT).scalar())
+                    {"trainer_logprobs": num_bytes}
+                    if (num_bytes := tx.exec_driver_sql(_KEPT).scalar())
                     else {}
                 ),
                 **_sizes(questions, tx),
@@ -95,9 +95,7 @@ def collect(questions: Questions) -> dict[str, Any]:
 
 
 def _sizes(questions: Questions, tx: Connection) -> dict[str, int]:
-    """Bytes of the database; of SQLite also of its write-ahead log, which grows while a reader is
-    slow.
-    """
+    """Return bytes of the database, and of SQLite's write-ahead log, which grows during slow reads."""
     path = questions.where.path
     if path is None:
         return {"database": tables_size(tx)}
@@ -106,27 +104,25 @@ def _sizes(questions: Questions, tx: Connection) -> dict[str, int]:
 
 
 class Use(msgspec.Struct, frozen=True):
-    """One optimizer step that trained an experience."""
+    """An optimizer step that trained an experience."""
 
     version: Version  # lineage and step
-    # False: the run went on from a checkpoint before it, no weights rest on this use any more
+    # False: the run resumed from an earlier checkpoint, so no weights depend on this use
     counts: bool
-    checkpoint: str | None  # folder of the first checkpoint that rests on it; None: none does yet
-    there: bool  # whether that folder is still there
+    checkpoint: str | None  # folder of the first checkpoint after the use; None: none yet
+    exists: bool  # whether that folder still exists
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """One experience: its row of v_experiences, its payload (None where it is gone, `gone` says
-    why) and its uses.
-    """
+    """An experience: row of v_experiences, payload (None if lost, see `missing_reason`) and uses."""
 
     row: dict[str, Any]
     payload: Experience | None
-    gone: str
+    missing_reason: str
     uses: tuple[Use, ...]
-    trainer: TrainerTokens | None  # of its first use, where they are kept
-    group_mean: float | None = None  # reward of its group's runs; None where they have none
-    group_scored: int = 0  # those that have one
+    trainer: TrainerTokens | None  # of its first use, if kept
+    group_mean: float | None = None  # mean reward of its group's runs; None without rewards
+    group_scored: int = 0  # number of scored runs
 
 
 def look(
@@ -138,8 +134,9 @@ def look(
     step: int | None = None,
     order: Order = "random",
 ) -> list[Shown]:
-    """The experience `id`, or `num` of those that fulfil `where` and were trained in `step`.
-    ConfigError where there is no such id.
+    """Return the experience `id`, or `num` of those that fulfil `where` and were trained in `step`.
+
+    Raises ConfigError for an unknown id.
     """
     rows = questions.draw(where, num, step=step, order=order) if id is None else questions.row(id)
     if id is not None and not rows:
@@ -149,13 +146,13 @@ def look(
             key="--id",
             given=id,
         )
-    kept = questions.trainer_tokens([row["id"] for row in rows])
+    trainer_tokens = questions.trainer_tokens([row["id"] for row in rows])
     return [
         Shown(
             row,
             *_payload(questions, id := row["id"]),
             _uses(questions, id),
-            kept.get(id),
+            trainer_tokens.get(id),
             *questions.group_reward(row["group_id"]),
         )
         for row in rows
@@ -172,33 +169,81 @@ def _payload(questions: Questions, id: str) -> tuple[Experience | None, str]:
 
 
 def _uses(questions: Questions, id: str) -> tuple[Use, ...]:
-    found = []
+    uses = []
     for row in questions.lineage(id):
         name = None if row["checkpoint_step"] is None else f"global_step_{row['checkpoint_step']}"
-        there = (
+        exists = (
             name is not None
             and (questions.run_dir / "checkpoints" / name / "manifest.json").is_file()
         )
-        found.append(
-            Use(Version(row["train_lineage"], row["train_step"]), bool(row["counts"]), name, there)
+        uses.append(
+            Use(Version(row["train_lineage"], row["train_step"]), bool(row["counts"]), name, exists)
         )
-    return tuple(found)
+    return tuple(uses)
 
 
 def written_by(row: dict[str, Any]) -> str:
-    """The versions of the weights that wrote it, from the oldest to the newest; "" for what was not
-    sampled.
-    """
+    """Return the versions that wrote the row, "oldest" or "oldest to newest"; "" if not sampled."""
     if row["newest_step"] is None:
         return ""
     oldest, newest = (f"{row[f'{k}_lineage']}:{row[f'{k}_step']}" for k in ("oldest", "newest"))
     return oldest if oldest == newest else f"{oldest} to {newest}"
 
 
-def conversation(x: Shown) -> list[dict[str, str]]:
-    """Messages as role and text, with the calls of tools; of a row without a payload prompt and
-    response.
+def equation(x: Shown) -> str:
+    """Return the reward as its parts, " = 0.2 × brief 0.186 + 1 × rule 0 (rule/right 0)"; parts that
+    do not add up to it are listed without a sign.
     """
+    parts: dict[str, float] = json.loads(x.row["reward_parts"] or "{}")
+    stored = {} if x.payload is None else x.payload.info.get("reward_weights")
+    weights = stored if isinstance(stored, dict) and stored.keys() <= parts.keys() else {}
+    terms = weights or dict.fromkeys(parts, 1.0)
+    total = math.fsum(weight * parts[name] for name, weight in terms.items())
+    reward = x.row["reward"]
+    adds_up = reward is not None and math.isclose(total, reward, rel_tol=1e-5, abs_tol=1e-6)
+    if not parts:
+        return ""
+    if not adds_up:
+        return "; its parts: " + ", ".join(f"{name} {v:g}" for name, v in parts.items())
+    factors = {name: f"{weight:g} × " if weights else "" for name, weight in terms.items()}
+    inner = ", ".join(f"{name} {v:g}" for name, v in parts.items() if name not in terms)
+    text = " + ".join(f"{factor}{name} {parts[name]:g}" for name, factor in factors.items())
+    return f" = {text}" + (f" ({inner})" if inner else "")
+
+
+def judge_exchanges(info: dict[str, Any]) -> list[dict[str, Any]]:
+    """Remove from `info` the judges' exchanges (`rft.reward.exchanges`) and return them with all
+    keys; another value of that name stays.
+    """
+    value = info.get("judge")
+    if not isinstance(value, list) or not all(map(_is_exchange, value)):
+        return []
+    del info["judge"]
+    blank = {"judge": "the judge", "why": "nothing"}
+    return [
+        {
+            **blank,
+            **e,
+            "question": [
+                {"role": str(m.get("role")), "content": str(m.get("content"))}
+                for m in e["question"]
+            ],
+        }
+        for e in value
+    ]
+
+
+def _is_exchange(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("reply"), str)
+        and isinstance(value.get("question"), list)
+        and all(isinstance(m, dict) for m in value["question"])
+    )
+
+
+def conversation(x: Shown) -> list[dict[str, str]]:
+    """Return messages as role, text and tool calls; for a row without payload, prompt and response."""
     if x.payload is None or not x.payload.messages:
         return [
             {"role": "prompt", "text": x.row["prompt_text"] or ""},
@@ -231,12 +276,12 @@ def _call_text(call: Any) -> str:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return plain_text(call)
-    given = function.get("arguments")
-    return f"{function.get('name')}({given if isinstance(given, str) else plain_text(given)})"
+    arguments = function.get("arguments")
+    return f"{function.get('name')}({arguments if isinstance(arguments, str) else plain_text(arguments)})"
 
 
 def plain_text(value: Any) -> str:
-    """Any value of a record as text."""
+    """Return any value of a record as text."""
     return (
         value
         if isinstance(value, str)

@@ -1,8 +1,7 @@
-"""From a frame to what the ledger stores: decode, refuse what a trainer could not rely on, and
-write the typed columns.
+"""Turn a frame into rows of the ledger: decode it, refuse invalid experiences, fill the columns.
 
-It knows the form of experiences, not which ones are stored.  The one invariant: what passes can be
-decoded again, belongs to one group, and was written by weights that the caller names.
+Does not know which experiences are stored.  Invariant: an accepted group can be decoded again, has
+one id, and was written by versions that the caller names.
 """
 
 from __future__ import annotations
@@ -20,30 +19,16 @@ import xxhash
 from rft.buffer.row_selectors import WaitingRow
 from rft.buffer.settings import BufferSettings
 from rft.errors import Fenced, FrameRejected
-from rft.types.block import UNREADABLE, Content
-from rft.types.block import read as read_block
+from rft.types.block import UNREADABLE, Content, decode_with_contents
 from rft.types.experience import Experience
 from rft.types.ids import MAX_REWARD, GroupId, Version
 
-Writers = Mapping[int, int]  # lineage -> newest step of it whose rows are stored
-MAX_INTEGER = 2**31 - 1  # of the ledger's columns
-
-
-MADE_COLUMNS = (
-    "num_turns",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "logprob_mode",
-    "engine",
-    "has_logprobs",
-    "version_spans",
-)
+Writers = Mapping[int, int]  # lineage -> newest step whose rows are accepted
+MAX_INTEGER = 2**31 - 1  # largest value of the ledger's integer columns
 
 
 class IncomingGroup(msgspec.Struct, frozen=True):
-    """One group, ready to be stored."""
+    """A group, ready to be stored."""
 
     id: str
     numbers: GroupId
@@ -53,7 +38,7 @@ class IncomingGroup(msgspec.Struct, frozen=True):
     created: float
     rows: list[tuple[Any, ...]]  # of table experiences
     texts: list[tuple[str, str, str]]  # of table texts
-    waiting: list[WaitingRow]  # those that can be trained, by their ids
+    waiting: list[WaitingRow]  # trainable rows, by id
     frame: bytes
 
     @property
@@ -62,10 +47,8 @@ class IncomingGroup(msgspec.Struct, frozen=True):
         return self.numbers.batch, self.numbers.explorer
 
     def header(self, locator: str) -> tuple[Any, ...]:
-        """Its row of table groups."""
+        """Return the group's row of table groups."""
         n = self.numbers
-        counts = (len(self.rows), len(self.waiting), locator, len(self.frame))
-        whole = (self.content_hash, self.created, True)
         return (
             self.id,
             n.lineage,
@@ -74,12 +57,17 @@ class IncomingGroup(msgspec.Struct, frozen=True):
             n.task,
             self.accepted,
             self.reason,
-            *counts,
-            *whole,
+            len(self.rows),
+            len(self.waiting),
+            locator,
+            len(self.frame),
+            self.content_hash,
+            self.created,
+            True,
         )
 
 
-def read(
+def parse_group(
     frame: bytes,
     settings: BufferSettings,
     lineage: int,
@@ -88,12 +76,14 @@ def read(
     accepted: bool,
     reason: str,
 ) -> IncomingGroup:
-    """Raises FrameRejected("reason: detail"), with few and fixed reasons so that they can be
-    counted; Fenced for another lineage.
+    """Decode and check a frame.
+
+    Raises FrameRejected("reason: detail") with a fixed set of reasons, which are counted; Fenced
+    for another lineage.
     """
     if not accepted and not reason:
         raise FrameRejected("no_reason: a group that is not accepted needs the reason")
-    rows, held = _decode(frame)
+    rows, contents = _decode(frame)
     if not rows:
         raise FrameRejected("empty: a group has at least one row; failed runs are header rows")
     group = rows[0].group
@@ -102,53 +92,48 @@ def read(
         raise Fenced(
             f"group {group} is of lineage {group.lineage}, but lineage {lineage} owns the buffer"
         )
-    vocab_size = settings.vocab_size
     for row in rows:
         _check_versions(row, writers)
-        if (
-            vocab_size is not None
-            and row.num_tokens
-            and (largest := int(np.maximum.reduce(row.tokens))) >= vocab_size
-        ):
-            raise FrameRejected(
-                f"invalid_tokens: {row.id} has token {largest}, and the model knows {vocab_size}"
-            )
-        if row.reward is not None and abs(row.reward) > MAX_REWARD:
-            raise FrameRejected(
-                f"invalid_reward: {row.id} has reward {row.reward:g}, at most {MAX_REWARD:g} in "
-                f"size"
-            )
-    name = str(group)
+        _check_numbers(row, settings.vocab_size)
     now = time.time()
-    why = clean(reason)
+    group_reason = clean(reason)
     values = []
     texts = []
     waiting = []
     lines = []
-    for position, (row, content) in enumerate(zip(rows, held, strict=True)):
+    for position, (row, content) in enumerate(zip(rows, contents, strict=True)):
         if content.size > settings.max_row_bytes:
             raise FrameRejected(
                 f"too_large: {row.id} has {content.size} bytes, at most {settings.max_row_bytes}"
             )
-        of = str(row.id)
-        dropped = _dropped(row) if accepted else why
+        row_id = str(row.id)
+        dropped = _dropped(row) if accepted else group_reason
         oldest = row.oldest_version
-        values.append(_values(row, of, name, position, content.hash, now, dropped, oldest))
-        texts.append((of, clean(row.prompt_text), clean(row.response_text)))
-        lines.append(f"{of}@{content.hash}")
+        values.append(
+            _values(row, row_id, str(group), position, content.hash, now, dropped, oldest)
+        )
+        texts.append((row_id, clean(row.prompt_text), clean(row.response_text)))
+        lines.append(f"{row_id}@{content.hash}")
         if dropped is None:
             waiting.append(
-                WaitingRow(of, position, oldest.step if oldest else None, reward=row.reward)
+                WaitingRow(row_id, position, oldest.step if oldest else None, reward=row.reward)
             )
-    whole = xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
-    waiting.sort(key=attrgetter("id"))
     return IncomingGroup(
-        name, group, accepted, "" if accepted else why, whole, now, values, texts, waiting, frame
+        id=str(group),
+        numbers=group,
+        accepted=accepted,
+        reason="" if accepted else group_reason,
+        content_hash=xxhash.xxh3_128_hexdigest("\n".join(lines).encode()),
+        created=now,
+        rows=values,
+        texts=texts,
+        waiting=sorted(waiting, key=attrgetter("id")),
+        frame=frame,
     )
 
 
 def batch_of(frame: bytes) -> int | None:
-    """The explore batch of a frame's group; None when it cannot be read (`read` says why)."""
+    """Return the explore batch of a frame's group; None if it cannot be decoded."""
     try:
         rows, _ = _decode(frame)
     except FrameRejected:
@@ -158,17 +143,15 @@ def batch_of(frame: bytes) -> int | None:
 
 def _decode(frame: bytes) -> tuple[list[Experience], list[Content]]:
     try:
-        return read_block(frame)
-    except (
-        msgspec.ValidationError
-    ) as e:  # a value that `Experience` refuses; its message begins with the field
+        return decode_with_contents(frame)
+    except msgspec.ValidationError as e:  # the message begins with the field
         raise FrameRejected(f"invalid_{_field(str(e))}: {e}") from e
     except UNREADABLE as e:
         raise FrameRejected(f"damaged: {type(e).__name__}: {e}") from e
 
 
 def _field(message: str) -> str:
-    """The field that a validation error is about: "logprobs: not finite", or "Expected ... - at
+    """Return the field of a validation error: "logprobs: not finite" or "Expected ... - at
     `$.reward`".
     """
     path = re.search(r"at `\$\.(\w+)", message)
@@ -209,6 +192,19 @@ def _check_group(group: GroupId, rows: list[Experience]) -> None:
         raise FrameRejected(f"duplicate_ids: group {group} holds an experience id twice")
 
 
+def _check_numbers(row: Experience, vocab_size: int | None) -> None:
+    if vocab_size is not None and row.num_tokens:
+        largest = int(np.maximum.reduce(row.tokens))
+        if largest >= vocab_size:
+            raise FrameRejected(
+                f"invalid_tokens: {row.id} has token {largest}, and the model knows {vocab_size}"
+            )
+    if row.reward is not None and abs(row.reward) > MAX_REWARD:
+        raise FrameRejected(
+            f"invalid_reward: {row.id} has reward {row.reward:g}, at most {MAX_REWARD:g} in size"
+        )
+
+
 def _check_versions(row: Experience, writers: Writers) -> None:
     for span in row.version_spans:
         newest = writers.get(span.version.lineage)
@@ -225,30 +221,8 @@ def _check_versions(row: Experience, writers: Writers) -> None:
 
 
 def clean(value: str) -> str:
-    """For people's columns: PostgreSQL stores no NUL character.  The payload keeps the text as it
-    was.
-    """
+    """Replace NUL characters, which PostgreSQL cannot store.  The payload keeps the original text."""
     return value.replace("\0", "\ufffd") if "\0" in value else value
-
-
-def made(row: Experience) -> tuple[Any, ...]:
-    """MADE_COLUMNS, which say how a row was made; those of sampling are of its first model call."""
-    first = row.sampling[0] if row.sampling else None
-    spans = _json(
-        [(s.version.lineage, s.version.step, s.start, s.end) for s in row.version_spans]
-    ).decode()
-    if first is None:
-        return (0, None, None, None, None, None, None, row.has_logprobs, spans)
-    given = first.sampling
-    drawn = (
-        given.top_p,
-        given.top_k,
-        given.min_p,
-        given.seed,
-        first.logprob_mode,
-        clean(first.engine),
-    )
-    return (len(row.sampling), *drawn, row.has_logprobs, spans)
 
 
 def _values(
@@ -261,33 +235,36 @@ def _values(
     dropped: str | None,
     oldest: Version | None,
 ) -> tuple[Any, ...]:
-    """A row of table experiences, in the order of its columns."""
+    """Return a row of table experiences, in column order."""
     id = row.id
     newest = row.newest_version
-    numbers = (position, id.lineage, id.explorer, id.batch, id.task, id.run, id.attempt, id.step)
-    task = (clean(row.taskset), row.task_index, clean(row.workflow))
-    first = (oldest.lineage, oldest.step) if oldest else (None, None)
-    last = (newest.lineage, newest.step) if newest else (None, None)
-    earned = (row.reward, row.credit, _json_sorted(row.reward_parts).decode())
-    ended = (row.status, clean(row.reason), clean(row.finish_reason))
-    form = (row.temperature, row.is_expert, row.clipped_logprobs, hash)
-    state = ("available", None) if dropped is None else ("explained", dropped)
-    sizes = (len(row.tokens), row.num_response_tokens)
+    spans = [(s.version.lineage, s.version.step, s.start, s.end) for s in row.version_spans]
     return (
-        name,
-        group,
-        *numbers,
-        *task,
-        *first,
-        *last,
-        *earned,
-        *sizes,
-        *ended,
-        *form,
-        now,
-        dropped,
-        *made(row),
-        *state,
+        *(name, group, position),
+        *(id.lineage, id.explorer, id.batch, id.task, id.run, id.attempt, id.step),
+        *(clean(row.taskset), row.task_index, clean(row.workflow)),
+        *((oldest.lineage, oldest.step) if oldest else (None, None)),
+        *((newest.lineage, newest.step) if newest else (None, None)),
+        *(row.reward, row.credit, _json_sorted(row.reward_parts).decode()),
+        *(len(row.tokens), row.num_response_tokens),
+        *(row.status, clean(row.reason), clean(row.finish_reason)),
+        *(row.temperature, row.is_expert, row.clipped_logprobs, hash),
+        *(now, dropped),
+        *_sampling_columns(row),
+        *(row.has_logprobs, _json(spans).decode()),
+        *(("available", None) if dropped is None else ("explained", dropped)),
+    )
+
+
+def _sampling_columns(row: Experience) -> tuple[Any, ...]:
+    """Return num_turns, and top_p, top_k, min_p, seed, logprob_mode, engine of the first call."""
+    if not row.sampling:
+        return (0, None, None, None, None, None, None)
+    first = row.sampling[0]
+    s = first.sampling
+    return (
+        *(len(row.sampling), s.top_p, s.top_k, s.min_p, s.seed),
+        *(first.logprob_mode, clean(first.engine)),
     )
 
 
@@ -296,10 +273,10 @@ _json_sorted = msgspec.json.Encoder(order="sorted").encode
 
 
 def _dropped(row: Experience) -> str | None:
-    """Why a row of an accepted group can never be trained."""
+    """Return why a row of an accepted group can never be trained, or None."""
     if row.status == "failed":
         return "failed"
-    if row.reason:  # the operator that dropped it
+    if row.reason:  # set by the operator that dropped the row
         return "filtered"
     if row.reward is None:
         return "unscored"

@@ -1,9 +1,9 @@
-"""The ledger: ids, states, uses and typed columns of every experience, in one SQLite or PostgreSQL
+"""The ledger: ids, states, uses and typed columns of every experience, in an SQLite or PostgreSQL
 database.  One thread uses it.
 
-It does not know who waits for what.  The one invariant: each method that writes is one transaction,
-durable when it returns as `durability` says (process: survives kill -9 of every process; power:
-also of the machine).
+Does not know which calls wait.  Invariant: each writing method is one transaction, durable when it
+returns as `durability` says (process: survives kill -9 of every process; power: also a failure of
+the machine).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 from sqlalchemy import Connection, and_, exists, func, select, update
 
-from rft.buffer.base import REMEDY, Audit, LineageStart, Storage
+from rft.buffer.base import Audit, LineageStart
 from rft.buffer.database import Database
 from rft.buffer.derived_state import (
     LOST,
@@ -35,6 +35,7 @@ from rft.buffer.mixing import MixedCounts
 from rft.buffer.row_selectors import DAMAGED, WaitingGroup, WaitingRow
 from rft.buffer.schema import checkpoints, experiences, groups, lineages, parts, put_many
 from rft.buffer.settings import BufferSettings
+from rft.buffer.storage.base import REMEDY, Storage
 from rft.buffer.tables import prepare
 from rft.errors import BufferFailed, Fenced, PayloadDamaged
 from rft.fault_injection import fault
@@ -47,7 +48,7 @@ R = TypeVar("R")
 
 
 class Ledger:
-    """`storage` keeps the payload; `location` is where the ledger is, for messages."""
+    """The ledger and its payload `storage`; `location` is for messages."""
 
     def __init__(self, settings: BufferSettings, storage: Storage) -> None:
         self.settings = settings
@@ -56,23 +57,25 @@ class Ledger:
         self.run = self.database.run
         self.location = self.database.location
         self.ancestry: dict[int, int] = {}
-        # locators of this process, where the storage forgets them with it
+        # locators of this process, for a storage that loses them with it
         self.blocks: set[str] = set()
-        self.garbage: list[str] = []  # locators that no group refers to; freed with the next append
+        self.garbage: list[str] = []  # locators without a group; freed with the next append
         self.closed: set[tuple[int, int]] = set()
         self.lineage = 0
         self.cursor = 0
-        # of the last checkpoint: step, and what counts
+        # the last checkpoint's step and counts
         self.counted: tuple[int, int, int, dict[str, int]] | None = None
-        self.none_before = 0  # explore batch: all rows of earlier ones were used or explained
-        self.first_open: dict[int, int] = {}  # by explorer: its batches before this one are closed
+        self.none_before = 0  # explore batch: all rows of earlier batches were used or explained
+        self.first_open: dict[int, int] = {}  # explorer -> its first batch that may be open
         self.newest_step = 0  # newest optimizer step whose weights can exist in this lineage
 
     # ------------------------------------------------------------ opening
 
     def open(self) -> None:
-        """Raises SetupError on a network file system or without the server, BufferFailed for
-        another owner or an unknown format.
+        """Open or create the ledger.
+
+        Raises SetupError on a network file system or without the server, BufferFailed for another
+        owner or an unknown format.
         """
 
         def work(tx: Connection) -> int:
@@ -95,8 +98,9 @@ class Ledger:
     def start_lineage(
         self, parent: Version | None, consumption: Consumption | None, step: int = 0
     ) -> tuple[LineageStart, list[WaitingGroup]]:
-        """The next lineage; everything that does not descend from `parent` stops counting.  `step`:
-        it begins with, without a parent.
+        """Start the next lineage; facts that do not descend from `parent` stop counting.
+
+        `step`: first step without a parent.
         """
         s = self.settings
         step = parent.step if parent else step
@@ -116,7 +120,7 @@ class Ledger:
             )
             begun = (parent.lineage, parent.step) if parent else (None, None)
             put_many(tx, lineages, [(lineage, *begun, cursor, time.time())])
-            ancestry = chain(tx, Version(lineage, step), whole=True)
+            ancestry = chain(tx, Version(lineage, step), all_steps=True)
             derive_states(tx, ancestry, s.max_uses, s.resume_rows)
             self._forget_lost(tx)
             waiting = waiting_groups(tx, ancestry, s.max_uses)
@@ -149,31 +153,31 @@ class Ledger:
         return start, waiting
 
     def forget(self, locators: Iterable[str]) -> None:
-        """Nothing will ask for these blocks, which only memory holds."""
+        """Mark blocks that only memory holds as garbage."""
         self.garbage += locators
         self.blocks.difference_update(self.garbage)
 
-    def _verify(self, tx: Connection, parent: Version, given: Consumption) -> None:
+    def _verify(self, tx: Connection, parent: Version, stated: Consumption) -> None:
         ancestry = chain(tx, parent)
         num_uses, digest = count_uses(ancestry, UseCounts(tx))
-        if (mixed := MixedCounts(tx).of(ancestry)) != given.mixed:
+        if (mixed := MixedCounts(tx).within(ancestry)) != stated.mixed:
             raise BufferFailed(
-                f"the checkpoint {parent} was made after {given.mixed or 'no'} uses of mixed-in "
+                f"the checkpoint {parent} was made after {stated.mixed or 'no'} uses of mixed-in "
                 f"rows, but the buffer {self.location} knows "
                 f"{mixed or 'none'}: restore the buffer folder that belongs to it, or start a new "
                 f"run from its weights."
             )
-        if (num_uses, digest) != (given.num_uses, given.digest):
+        if (num_uses, digest) != (stated.num_uses, stated.digest):
             raise BufferFailed(
-                f"the checkpoint {parent} was made after {given.num_uses} uses (digest "
-                f"{given.digest}), "
+                f"the checkpoint {parent} was made after {stated.num_uses} uses (digest "
+                f"{stated.digest}), "
                 f"but the buffer {self.location} knows {num_uses} ({digest}). "
                 "Checkpoint and buffer belong to different runs, or one was replaced: "
                 "restore the buffer folder that belongs to it, or start a new run from its weights."
             )
 
     def _forget_lost(self, tx: Connection) -> None:
-        """Rows whose payload went with an earlier process are no longer available."""
+        """Mark rows whose payload was lost with an earlier process as no longer available."""
         if self.storage.durable:
             return
         waiting = select(groups.c.id, groups.c.locator).where(
@@ -182,18 +186,21 @@ class Ledger:
             )
         )
         for lost in parts([g.id for g in tx.execute(waiting) if g.locator not in self.blocks]):
-            gone = and_(experiences.c.group_id.in_(lost), experiences.c.state == "available")
-            tx.execute(update(experiences).where(gone).values(state="explained", explained=LOST))
+            lost_rows = and_(experiences.c.group_id.in_(lost), experiences.c.state == "available")
+            tx.execute(
+                update(experiences).where(lost_rows).values(state="explained", explained=LOST)
+            )
             tx.execute(update(groups).where(groups.c.id.in_(lost)).values(held=False))
 
     def _given_up(self, tx: Connection, group: WaitingGroup) -> bool:
-        """Whether the payload of a waiting group is gone: then its rows are never trained, and its
-        task is explored again.
+        """Return whether the payload of a waiting group is lost.
+
+        Then its rows are never trained and its task is explored again.
         """
-        why = self.damage(tx, group, group.waiting)
-        if why is None:
+        problem = self.damage(tx, group, group.waiting)
+        if problem is None:
             return False
-        log.error("group %s is given up (%s): %s", group.id, DAMAGED, why)
+        log.error("group %s is given up (%s): %s", group.id, DAMAGED, problem)
         lost = experiences.c.id.in_([r.id for r in group.waiting])
         tx.execute(
             update(experiences)
@@ -206,7 +213,7 @@ class Ledger:
         return True
 
     def damage(self, tx: Connection, group: WaitingGroup, rows: Sequence[WaitingRow]) -> str | None:
-        """What is wrong with the payload of these rows."""
+        """Return the problem of these rows' payload, or None."""
         e = experiences.c
         hashes = {
             r.id: r.content_hash
@@ -222,10 +229,9 @@ class Ledger:
     def run_for(
         self, lineage: int, work: Callable[[Connection], R], point: str = "", *, size: int = 0
     ) -> R:
-        """`work` in one transaction, for the trainer of `lineage` or its explorers; `point`: where
-        it may be made to fail.
+        """Run `work` in one transaction for the trainer of `lineage` or its explorers.
 
-        `size`: bytes of payload that it writes.
+        `point`: fault injection point.  `size`: bytes of payload that it writes.
         """
 
         def fenced(tx: Connection) -> R:
@@ -236,8 +242,9 @@ class Ledger:
         return self.run(fenced, size=size)
 
     def writers(self) -> dict[int, int]:
-        """Weights whose rows are stored: the newest step of each lineage, those that a restart went
-        back behind too where rows are kept.
+        """Return {lineage: newest step} of the versions whose rows are accepted.
+
+        If rows are kept on resume, this includes versions that a restart abandoned.
         """
         earlier = (
             dict.fromkeys(range(1, self.lineage), NO_LIMIT)
@@ -247,7 +254,7 @@ class Ledger:
         return {**earlier, self.lineage: self.newest_step}
 
     def fence(self, lineage: int) -> None:
-        """Raises Fenced for a caller of another lineage than the current one."""
+        """Raise Fenced for a caller of another lineage than the current one."""
         if lineage != self.lineage:
             raise Fenced(
                 f"lineage {lineage} no longer owns the buffer: lineage {self.lineage} has taken "
@@ -257,8 +264,8 @@ class Ledger:
     # ------------------------------------------------------------ looking
 
     def audit(self, leased: int, waiting: int) -> Audit:
-        """What the facts say of the current lineage, and whether the stored states and the `leased`
-        + `waiting` rows agree.
+        """Return the facts' counts for the current lineage, checked against stored states and the
+        `leased` + `waiting` rows.
         """
         s = self.settings
         version = f"{self.lineage}:{self.newest_step}"
@@ -310,16 +317,14 @@ def note_checkpoint(tx: Connection, version: Version, stated: Consumption) -> No
 
 
 def verify(locator: str, block: bytes, rows: Sequence[tuple[str, int, str]]) -> None:
-    """Raises PayloadDamaged where one of these rows (id, position, content hash) is not in the
-    block as it was stored.
-    """
+    """Raise PayloadDamaged if a row (id, position, content hash) is not in the block as stored."""
     try:
-        found = contents(block, [position for _, position, _ in rows])
+        stored_contents = contents(block, [position for _, position, _ in rows])
     except UNREADABLE as e:
         raise PayloadDamaged(
             f"payload {locator} of {rows[0][0]} cannot be read: {e}. {REMEDY}"
         ) from e
-    for (row, _, stored), content in zip(rows, found, strict=True):
+    for (row, _, stored), content in zip(rows, stored_contents, strict=True):
         if content.hash != stored:
             raise PayloadDamaged(
                 f"payload {locator} does not hold {row} as it was stored. {REMEDY}"

@@ -1,14 +1,12 @@
-"""Where a ledger is: an SQLite file on a local disk, or a schema of a PostgreSQL database; how it
-is reached, and which process owns it.
+"""Location of a ledger: an SQLite file on a local disk, or a schema of a PostgreSQL database; how
+to connect to it and find its owner.
 
-It knows no tables.  The one invariant: what is shown or written down of a location holds no
-password.
+Knows no tables.  Invariant: no displayed or written form of a location contains a password.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import socket
@@ -26,7 +24,6 @@ from sqlalchemy.exc import ArgumentError
 
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed, ConfigError, SetupError
-from rft.files.disk import sync_path
 from rft.secrets import learn_secrets
 
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -37,10 +34,10 @@ NETWORK_FILE_SYSTEMS = frozenset(
 
 _SECTION = "buffer.trainer_input.experience_buffer"
 KEY = f"{_SECTION}.path"
-OUR_TABLES = {"meta", "lineages", "groups", "experiences"}  # of every format
+OUR_TABLES = {"meta", "lineages", "groups", "experiences"}  # in every format
 LEDGER_SUFFIX = ".db"
 POINTER_SUFFIX = ".ledger.json"
-LOG_BYTES = 256 << 20  # of SQLite's write-ahead log, at which a commit moves it into the file
+LOG_BYTES = 256 << 20  # size of SQLite's write-ahead log at which a commit moves it into the file
 LOCK_WAIT_S = 30  # how long a statement waits for another process's transaction
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
 _DRIVER = "postgresql+psycopg"
@@ -49,9 +46,7 @@ _POWER = ("fsync", "full_page_writes")
 
 
 def refuse_network(folder: Path) -> None:
-    """Raises SetupError when `folder` is on a network file system, where SQLite's locks and shared
-    memory do not hold.
-    """
+    """Raise SetupError if `folder` is on a network file system, where SQLite's locks fail."""
     path = folder.resolve()
     mounts = [p for p in psutil.disk_partitions(all=True) if path.is_relative_to(p.mountpoint)]
     kind, best = max(
@@ -69,9 +64,7 @@ def refuse_network(folder: Path) -> None:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raises ConfigError for a file that another program has made; it is opened for reading alone,
-    and stays as it is.
-    """
+    """Raise ConfigError for another program's file, which is opened read-only."""
     if not path.exists() or not path.stat().st_size:
         return
     try:
@@ -86,7 +79,7 @@ def refuse_foreign(path: Path) -> None:
             }
     except sqlite3.Error as e:
         if e.sqlite_errorcode not in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-            return  # locked, or out of reach: opening it says so
+            return  # locked or inaccessible: opening it reports the error
         tables = {"?"}
         what = f"is no database that can be read ({e})"
     else:
@@ -95,50 +88,9 @@ def refuse_foreign(path: Path) -> None:
         raise ConfigError(f"{path} {what}; name another file", key=KEY, given=str(path))
 
 
-def make_folder(path: Path, *, sync: bool) -> None:
-    """The folder and its parents; `sync`: their names survive a power loss."""
-    path.mkdir(parents=True, exist_ok=True)
-    if sync:
-        device = path.stat().st_dev
-        for folder in (path, *path.absolute().parents):
-            if folder.stat().st_dev != device:
-                break
-            with contextlib.suppress(PermissionError):  # not ours: it was there long before
-                sync_path(folder)
-
-
-class OwnerLock:
-    """One process owns the ledger; the lock ends with the process, however it ends."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._fd: int | None = None
-
-    def acquire(self) -> None:
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            os.close(fd)
-            raise BufferFailed(
-                f"the buffer {self._path.with_suffix('')} is open in process {holder}; a buffer "
-                f"has one owner. "
-                "End that run first, or give this one another name."
-            ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        self._fd = fd
-
-    def release(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-
 @dataclass(frozen=True)
 class Location:
-    """`name` is the buffer's.  Either `path` (SQLite) or `url` and `schema` (PostgreSQL) is given."""
+    """Location of buffer `name`: either `path` (SQLite), or `url` and `schema` (PostgreSQL)."""
 
     name: str
     path: Path | None = None
@@ -154,7 +106,7 @@ class Location:
 
 
 class _Pointer(msgspec.Struct):
-    """What a run's folder says about a ledger that is not in it."""
+    """Content of the file in a run's folder that locates a ledger outside of it."""
 
     name: str
     url: str
@@ -162,9 +114,7 @@ class _Pointer(msgspec.Struct):
 
 
 def ledger_location(settings: BufferSettings) -> Location:
-    """Where these settings put the ledger.  Raises ConfigError for a name or URL that cannot be
-    used.
-    """
+    """Return the ledger's location.  Raises ConfigError for an invalid name or URL."""
     if not _IDENTIFIER.fullmatch(settings.name):
         raise ConfigError(
             f"{settings.name!r} is no name for a buffer; letters, digits and _, at most 63",
@@ -176,38 +126,37 @@ def ledger_location(settings: BufferSettings) -> Location:
 
 
 def schema_name(run: str, name: str) -> str:
-    """The schema of buffer `name` of `run` ("project/group/name"): both joined by _, shortened to
-    63 characters from the left.
+    """Return the schema of buffer `name` of `run` ("project/group/name"): both joined by _, the
+    last 62 characters if longer than 63.
 
-    Two runs that come out alike are told apart when the ledger is opened: it belongs to the run
-    that made it.
+    Opening the ledger detects two runs with equal schemas: a schema belongs to the run that created
+    it.
     """
     joined = re.sub(r"[^A-Za-z0-9_]", "_", f"{run}/{name}" if run else name).lower()
     joined = joined if joined[0].isalpha() or joined[0] == "_" else f"_{joined}"
     short = joined if len(joined) <= 63 else f"_{joined[-62:]}"
-    # PostgreSQL keeps pg_ for itself
+    # PostgreSQL reserves the prefix pg_
     return f"run_{short}"[:63] if short.startswith("pg_") else short
 
 
 def find(run_dir: Path | str, ledger_url: str | None = None) -> Location:
-    """Where the ledger of a run folder is, without its configuration.
+    """Return the location of a run folder's ledger, without the run's configuration.
 
-    `ledger_url` replaces what the folder says about the server (address, user, password); so does
-    the variable RFT_LEDGER_URL. Passwords are not kept in a run's folder: without either, libpq
-    finds them as for psql (PGPASSWORD, ~/.pgpass). Raises BufferFailed when there is none, or more
-    than one.
+    `ledger_url`, or the variable RFT_LEDGER_URL, replaces the folder's server address, user and
+    password. Passwords are not stored in a run's folder: without either, libpq finds them as for
+    psql (PGPASSWORD, ~/.pgpass). Raises BufferFailed if the folder has no ledger or several.
     """
     folder = Path(run_dir) / "buffer"
-    found = {p.name.removesuffix(LEDGER_SUFFIX): p for p in folder.glob(f"*{LEDGER_SUFFIX}")}
-    found |= {p.name.removesuffix(POINTER_SUFFIX): p for p in folder.glob(f"*{POINTER_SUFFIX}")}
-    if len(found) != 1:
-        names = ", ".join(sorted(p.name for p in found.values())) or "none"
+    ledgers = {p.name.removesuffix(LEDGER_SUFFIX): p for p in folder.glob(f"*{LEDGER_SUFFIX}")}
+    ledgers |= {p.name.removesuffix(POINTER_SUFFIX): p for p in folder.glob(f"*{POINTER_SUFFIX}")}
+    if len(ledgers) != 1:
+        names = ", ".join(sorted(p.name for p in ledgers.values())) or "none"
         raise BufferFailed(
             f"{folder} must hold one buffer (*{LEDGER_SUFFIX} or *{POINTER_SUFFIX}); found "
             f"{names}. "
             "Give the folder of a run that has begun."
         )
-    ((name, path),) = found.items()
+    ((name, path),) = ledgers.items()
     if path.name.endswith(LEDGER_SUFFIX):
         return Location(name, path)
     try:
@@ -222,8 +171,9 @@ def find(run_dir: Path | str, ledger_url: str | None = None) -> Location:
 
 
 def leave_pointer(where: Location, folder: Path) -> None:
-    """Say in the run's folder where its ledger is, unless it is there itself.  Raises BufferFailed
-    where it was in another schema.
+    """Write the location of a ledger outside the run's folder into that folder.
+
+    Raises BufferFailed if the ledger was in another schema before.
     """
     file = folder / f"{where.name}{POINTER_SUFFIX}"
     if where.path is not None and where.path.parent == folder:
@@ -246,7 +196,7 @@ def leave_pointer(where: Location, folder: Path) -> None:
 
 
 def connect(where: Location, *, durability: str = "process", read_only: bool = False) -> Engine:
-    """An engine for one connection at a time.  Raises SetupError when the driver is not installed."""
+    """Return an engine for one connection at a time.  Raises SetupError without the driver."""
     return (
         _sqlite(where, durability, read_only)
         if where.url is None
@@ -259,7 +209,7 @@ def _at(text: str, name: str, schema: str) -> Location:
         return Location(name, Path(text.removeprefix("sqlite:///")).expanduser())
     try:
         url = make_url(text)
-    except (ArgumentError, ValueError):  # the text may hold a password, so it is not repeated
+    except (ArgumentError, ValueError):  # the text may contain a password, so do not repeat it
         raise ConfigError(
             "is no database URL; give postgresql://USER:PASSWORD@HOST:PORT/DATABASE or "
             "sqlite:///FILE",
@@ -285,7 +235,9 @@ def _without_secrets(url: URL) -> str:
 
 
 def _sqlite(where: Location, durability: str, read_only: bool) -> Engine:
-    """WAL, foreign writers waited for, every transaction of the owner begun as a writing one."""
+    """Return an SQLite engine: WAL, waiting for foreign writers, every transaction of the owner a
+    writing one.
+    """
     query = {"mode": "ro", "uri": "true"} if read_only else {}
     assert where.path is not None
     if (
@@ -293,7 +245,7 @@ def _sqlite(where: Location, durability: str, read_only: bool) -> Engine:
         and not os.access(where.path.parent, os.W_OK)
         and not Path(f"{where.path}-wal").exists()
     ):
-        # no run has it open, and there is no place for SQLite's shared memory
+        # no run has it open, and SQLite cannot create its shared memory file
         query["immutable"] = "1"
     database = f"file:{quote(str(where.path))}" if read_only else str(where.path)
     engine = create_engine(
@@ -306,13 +258,13 @@ def _sqlite(where: Location, durability: str, read_only: bool) -> Engine:
     def prepare(raw: Any, _: object) -> None:
         raw.isolation_level = None  # transactions are begun below, not by the driver
         if not read_only:
-            raw.execute("PRAGMA page_size = 16384")  # of a new file; the least is written with it
+            raw.execute("PRAGMA page_size = 16384")  # for a new file; the size that writes least
             raw.execute("PRAGMA journal_mode = WAL")
             raw.execute(f"PRAGMA synchronous = {'FULL' if durability == 'power' else 'NORMAL'}")
             pages = LOG_BYTES // raw.execute("PRAGMA page_size").fetchone()[0]
-            # before that the `Checkpointer` has done it
+            # normally `rft.buffer.database.Checkpointer` does it earlier
             raw.execute(f"PRAGMA wal_autocheckpoint = {pages}")
-            # KiB; a transaction that does not fit is written twice
+            # KiB; a larger transaction is written twice
             raw.execute("PRAGMA cache_size = -16384")
             raw.execute("PRAGMA temp_store = MEMORY")
 
@@ -324,12 +276,12 @@ def _sqlite(where: Location, durability: str, read_only: bool) -> Engine:
 
 
 def _postgres(where: Location, durability: str, read_only: bool) -> Engine:
-    """The schema is the search path; a server that is gone is noticed within seconds, on both
-    sides.
+    """Return a PostgreSQL engine with the schema as search path; both sides detect a lost peer
+    within seconds.
 
-    A commit returns when the server has flushed it (`synchronous_commit` local): with `off` a kill
-    -9 of the server would lose acknowledged rows, so there is nothing weaker to choose.  `power`
-    also waits for synchronous standbys, and refuses a server that does not flush.
+    A commit returns when the server has flushed it (`synchronous_commit` local): with off a kill -9
+    of the server would lose acknowledged rows, so no weaker level exists.  `power` also waits for
+    synchronous standbys, and refuses a server that does not flush.
     """
     assert where.url is not None
     try:

@@ -1,8 +1,9 @@
-"""Rows of another source than the explorer in each train batch, e.g. an expert's demonstrations.
+"""Add rows of another source than the explorer, e.g. an expert's demonstrations, to each train
+batch.
 
-Which rows go into a step follows from the step's number alone, so a resumed run takes the same
-ones; the ledger writes down which step used which row, and which source it was.  The one invariant:
-every train batch has exactly `rows` of them, no row twice.
+The rows of a step follow from the step's number alone, so a resumed run takes the same rows; the
+ledger records the step and source of each use.  Invariant: every train batch has exactly `rows`
+mixed-in rows, no row twice.
 """
 
 from __future__ import annotations
@@ -35,17 +36,16 @@ class Mix:
         self._source = source
         self.name = settings.name
         hashes = "\n".join(c.hash for c in contents(encode(source)))
-        # changes when the rows change; compared on resume
+        # changes with the rows; compared on resume
         self.fingerprint = xxhash.xxh3_128_hexdigest(hashes.encode())
         self._epoch = -1
         self._order = np.zeros(0, np.int64)
 
     def indices(self, step: int) -> list[int]:
-        """Rows of train step `step` (from 1).
+        """Return the rows of train step `step` (from 1).
 
-        Sequential: on from where the step before ended, around the end.  Shuffled: another
-        permutation in each pass; what is left of a pass and too little for a batch is left out of
-        it.
+        Sequential: continue after the previous step, wrapping around.  Shuffled: a new permutation
+        in each pass; the last rows of a pass are skipped if too few for a batch.
         """
         n = len(self._source)
         k = self.settings.rows
@@ -63,15 +63,16 @@ class Mix:
         return [str(row_id(i)) for i in self.indices(step)]
 
     def block(self, step: int) -> tuple[bytes, list[float | None]]:
-        """The rows of `step` as a block, and their rewards."""
+        """Return the rows of `step` as a block, and their rewards."""
         indices = self.indices(step)
         rows = [msgspec.structs.replace(self._source[i], id=row_id(i)) for i in indices]
         return encode(rows), [x.reward for x in rows]
 
 
 def remember(tx: Connection, lineage: int, name: str, fingerprint: str) -> None:
-    """Write down which rows are mixed in.  Raises ConfigError when `lineage` goes on from a
-    checkpoint and had others.
+    """Record which rows are mixed in.
+
+    Raises ConfigError if `lineage` continues a checkpoint that had other rows.
     """
     before = tx.scalar(select(meta.c.value).where(meta.c.key == f"mixed:{name}"))
     goes_on = (
@@ -88,37 +89,39 @@ def remember(tx: Connection, lineage: int, name: str, fingerprint: str) -> None:
 
 
 class MixedCounts:
-    """How many uses of mixed-in rows count, by source; read as `UseCounts` reads."""
+    """Counts of mixed-in uses by source; reads the same uses as
+    `rft.buffer.derived_state.UseCounts`.
+    """
 
     def __init__(self, tx: Connection, lineage: int | None = None, after: int = 0) -> None:
-        self._found: dict[str, StepSums] = {}
+        self._by_source: dict[str, StepSums] = {}
         u = mixed_uses.c
         by_step = (u.lineage, u.step, u.source)
-        wanted = (
+        query = (
             select(*by_step, func.count())
             .where(*beyond(mixed_uses, lineage, after))
             .group_by(*by_step)
             .order_by(*by_step)
         )
-        for line, step, source, n in tx.execute(wanted):
-            self._found.setdefault(source, StepSums()).add(line, step, n)
+        for line, step, source, n in tx.execute(query):
+            self._by_source.setdefault(source, StepSums()).add(line, step, n)
 
-    def of(self, ancestry: Mapping[int, int]) -> dict[str, int]:
-        """What counts."""
+    def within(self, ancestry: Mapping[int, int]) -> dict[str, int]:
+        """Return the uses that count for the ancestry, by source."""
         return {
             source: n
-            for source, steps in sorted(self._found.items())
-            if (n := steps.of(ancestry)[0])
+            for source, steps in sorted(self._by_source.items())
+            if (n := steps.within(ancestry)[0])
         }
 
 
 def row_id(index: int) -> ExperienceId:
-    """Lineage 0 is no trainer's: these ids are never those of an explored row."""
+    """Return the id of a mixed-in row: lineage 0, which no explored row has."""
     return ExperienceId(0, 0, 0, index, 0)
 
 
 def demonstrations(rows: Sequence[Demonstration], *, taskset: str) -> list[Experience]:
-    """Token sequences to imitate, see `rft.taskset.offline_data`."""
+    """Return token sequences to imitate, see `rft.taskset.offline_data`."""
     return [
         expert_row(
             row_id(i),

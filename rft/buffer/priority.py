@@ -1,14 +1,13 @@
-"""Priority functions: which group is trained next, where `replay_buffer.enable` is set.
+"""Priority functions: choose which group is trained next, with `replay_buffer.enable`.
 
     @priority("mine", args=MyArgs)                      in a plugin folder: priority_fn: mine; else path/file.py:Mine
     class Mine(PriorityFn):
         def __init__(self, args: MyArgs, seed: int) -> None: ...
-        def __call__(self, x: Candidate) -> float: ...  highest first; equal ones in the order of
-        their ids
+        def __call__(self, x: Candidate) -> float: ...  highest first; ties in order of their ids
 
-Knows nothing of buffers, and stays light: a configuration is checked with it.  The one invariant: a
-priority follows from its arguments alone, so a resumed run reads in the same order; it is asked for
-when a group can be read and after each of its uses.
+Knows no buffers, and stays light, because the config check uses it.  Invariant: a priority follows
+from its arguments alone, so a resumed run reads in the same order; it is computed when a group
+becomes readable and after each of its uses.
 """
 
 from __future__ import annotations
@@ -26,23 +25,19 @@ priority = kind("priority")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What a priority function sees of a group, or of the rows of it that are read together; taken
-    from all of these rows.
-    """
+    """The input of a priority function: a group, or those of its rows that are read together."""
 
     group: str
     batch: int
     task: int
-    # train step of the oldest weights that wrote any of its tokens; 0 where none did
+    # train step of the oldest weights that wrote any of its tokens; 0 without a version
     model_version: int
     use_count: int  # train steps that used it, in the current ancestry
-    rewards: tuple[float | None, ...]  # as they were when the group was stored
+    rewards: tuple[float | None, ...]  # values from when the group was stored
 
 
 class PriorityFn:
-    """Base of priority functions.  `args` are those that the model `Args` has checked, None without
-    one.
-    """
+    """Base of priority functions.  `args`: checked by the plugin's model, None without a model."""
 
     def __init__(self, args: Any, seed: int) -> None: ...
 
@@ -81,8 +76,9 @@ class LinearDecay(PriorityFn):
 
 @priority("decay_limit_randomization", args=DecayLimitRandomizationArgs)
 class DecayLimitRandomization(PriorityFn):
-    """The same with noise; its limit of uses becomes the buffer's `max_uses`.  The noise follows
-    from seed, group and use.
+    """linear_decay with noise and a limit of uses.
+
+    The limit becomes the buffer's max_uses; the noise follows from seed, group and use.
     """
 
     def __init__(self, args: DecayLimitRandomizationArgs, seed: int) -> None:

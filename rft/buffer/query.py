@@ -1,9 +1,8 @@
-"""Questions of people to a run's ledger: opened for reading only, while the run goes on or after
-it.
+"""Read-only queries on a run's ledger, during or after the run.
 
-It does not know how answers are shown.  The one invariant: nothing here can change the ledger, and
-no question holds up the run: readers of SQLite's write-ahead log and of PostgreSQL's READ ONLY
-transactions take no lock that a writer waits for.
+Does not know how answers are displayed.  Invariant: no query can change the ledger or hold up the
+run: readers of SQLite's write-ahead log and of PostgreSQL's READ ONLY transactions take no lock
+that a writer waits for.
 """
 
 from __future__ import annotations
@@ -25,23 +24,24 @@ from sqlalchemy import Connection, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from rft.buffer import schema, text_functions
-from rft.buffer.base import Storage, stored_by
 from rft.buffer.location import Location, connect, find
 from rft.buffer.schema import FORMAT, VIEWS, experiences, groups, meta
+from rft.buffer.storage.base import Storage
+from rft.buffer.storage_choice import stored_by
 from rft.errors import BufferFailed, ConfigError, PayloadDamaged
 from rft.secrets import redact
-from rft.types.block import UNREADABLE, read
+from rft.types.block import UNREADABLE, decode_with_contents
 from rft.types.experience import Experience
 from rft.types.token_logprobs import TrainerTokens, of_trainer
 
-TIMEOUT_S = 60.0  # of a person's question
-READ_TIMEOUT_S = 600.0  # of anything else
-Order = Literal["random", "best", "worst"]  # of reward
-# bytes of a value: one that a query makes takes memory, and its time is that of one step
+TIMEOUT_S = 60.0  # limit of a user's query
+READ_TIMEOUT_S = 600.0  # limit of internal queries
+Order = Literal["random", "best", "worst"]  # by reward
+# largest value in bytes: a query may create values, each within one uninterruptible step
 _LONGEST = 1 << 28
 LOCK_WAIT_S = 5
-_PORTION_BYTES = 16 << 20  # of payload that is read at once
-# steps of SQLite's machine between two looks at the clock: well below a millisecond
+_PORTION_BYTES = 16 << 20  # payload read at once
+# steps of SQLite's machine between two checks of the deadline: well below a millisecond
 _PROGRESS = 20_000
 _HEAD = re.compile(r"(?:\s+|--[^\n]*(?:\n|$)|/\*.*?\*/|\()*(\w*)", re.DOTALL)
 _ASKS = ("select", "with", "values", "explain")
@@ -53,27 +53,31 @@ _REFUSED = (
 
 @dataclass(frozen=True)
 class QueryResult:
-    """Rows of a question, read as they are asked for; whole tuples in the order of `columns`."""
+    """Rows of a query, read lazily; complete tuples in the order of `columns`."""
 
     columns: tuple[str, ...]
     rows: Iterator[tuple[Any, ...]]
 
 
 @contextmanager
-def open_run(run_dir: Path, ledger_url: str | None = None) -> Iterator[Questions]:
-    """The ledger of a run folder, for reading; `ledger_url` as for `location.find`.  Raises
-    ConfigError where there is none to read.
+def open_run(
+    run_dir: Path, ledger_url: str | None = None, *, longest: int = _LONGEST
+) -> Iterator[Questions]:
+    """Open the ledger of a run folder for reading; `ledger_url` as for `location.find`, `longest`
+    as for `Questions.open`.
+
+    Raises ConfigError if it cannot be read.
     """
     questions = Questions(locate(run_dir, ledger_url), run_dir)
     try:
-        questions.open()
+        questions.open(longest=longest)
         yield questions
     finally:
         questions.close()
 
 
 def locate(run_dir: Path, ledger_url: str | None = None) -> Location:
-    """Where the ledger of a run folder is.  Raises ConfigError where there is none."""
+    """Return the location of a run folder's ledger.  Raises ConfigError if it is missing."""
     try:
         where = find(run_dir, ledger_url)
     except BufferFailed as e:
@@ -84,25 +88,28 @@ def locate(run_dir: Path, ledger_url: str | None = None) -> Location:
 
 
 def _several(run_dir: Path) -> str:
-    """For the folder of a program of stages, or of several runs."""
+    """Return a hint for the folder of a program of stages, or of several runs."""
     runs = sorted(str(p.parent) for p in run_dir.glob("*/buffer") if p.is_dir())
     return f" It holds the runs {', '.join(runs[:5])}." if runs else ""
 
 
 class Questions:
-    """An open ledger that can only be asked; made by `open_run`, for one thread."""
+    """An open read-only ledger, created by `open_run`, for one thread."""
 
     def __init__(self, where: Location, run_dir: Path) -> None:
         self.where = where
         self.run_dir = run_dir
         self.sqlite = where.url is None
-        self.about: dict[str, str] = {}  # the ledger's own table of facts
+        self.about: dict[str, str] = {}  # content of the ledger's table `meta`
         self._engine = connect(where, read_only=True)
         self._connection: Connection | None = None
         self._deadline: float | None = None
 
-    def open(self) -> None:
-        """Raises ConfigError when the ledger cannot be reached, is damaged, or of another format."""
+    def open(self, *, longest: int = _LONGEST) -> None:
+        """Connect; `longest`: bytes of one value in SQLite.
+
+        Raises ConfigError if the ledger is unreachable, damaged, or of another format.
+        """
         with self.errors("RUN", TIMEOUT_S):
             self._connection = self._engine.connect()
             raw = self._raw
@@ -110,7 +117,7 @@ class Questions:
                 raw.execute(f"PRAGMA busy_timeout = {1000 * LOCK_WAIT_S}")
                 raw.execute("PRAGMA query_only = ON")
                 raw.text_factory = lambda b: b.decode("utf-8", "replace")
-                raw.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
+                raw.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, longest)
                 text_functions.install(raw)
                 raw.set_authorizer(_allowed)
                 raw.set_progress_handler(
@@ -119,16 +126,16 @@ class Questions:
                 )
             with self.reading(TIMEOUT_S) as tx:
                 self.about = {r.key: r.value for r in tx.execute(select(meta))}
-        if (found := self.about.get("format")) != str(FORMAT):
+        if (version := self.about.get("format")) != str(FORMAT):
             raise ConfigError(
-                f"{self.where} has format {found}, this rft reads format {FORMAT}; use the rft "
+                f"{self.where} has format {version}, this rft reads format {FORMAT}; use the rft "
                 f"that wrote it",
                 key="RUN",
             )
 
     @cached_property
     def storage(self) -> Storage:
-        """Where the payload is; not opened, as that is its owner's."""
+        """Return the payload storage, unopened, because only its owner may open it."""
         return stored_by(self.about, self.where.name, self.run_dir / "buffer")
 
     def close(self) -> None:
@@ -147,8 +154,9 @@ class Questions:
 
     @contextmanager
     def ask(self, sql: str, *, timeout_s: float | None = TIMEOUT_S) -> Iterator[QueryResult]:
-        """The answer to one statement of a person.  Raises ConfigError, also while rows are read,
-        that says what is wrong with it.
+        """Run a user's statement.
+
+        Raises ConfigError with the problem, also while rows are read.
         """
         word = m[1].lower() if (m := _HEAD.match(sql)) else ""
         if not word and not sql.strip(" \t\r\n;"):
@@ -169,7 +177,7 @@ class Questions:
 
     @contextmanager
     def reading(self, timeout_s: float | None = READ_TIMEOUT_S) -> Iterator[Connection]:
-        """A read transaction: everything in it sees one moment of the run."""
+        """Begin a read transaction, which sees one snapshot of the run."""
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         watch = (
             threading.Timer(timeout_s, self._raw.interrupt)
@@ -193,32 +201,38 @@ class Questions:
 
     @contextmanager
     def errors(self, key: str, timeout_s: float | None = READ_TIMEOUT_S) -> Iterator[None]:
-        """What the database says, as a message for people."""
+        """Translate errors of the database inside the block to ConfigError."""
         try:
             yield
         except SQLAlchemyError as e:
-            raise self._said(getattr(e, "orig", None) or e, key, timeout_s) from e
+            raise self._translate(getattr(e, "orig", None) or e, key, timeout_s) from e
+        except MemoryError as e:
+            raise ConfigError(
+                "needs more memory than a query may take; ask for fewer or shorter values", key=key
+            ) from e
         except Exception as e:
             if not (isinstance(e, sqlite3.Error) or type(e).__module__.startswith("psycopg")):
                 raise
-            raise self._said(e, key, timeout_s) from e
+            raise self._translate(e, key, timeout_s) from e
 
     def columns(self, view: str) -> tuple[str, ...]:
-        """Columns of a documented view."""
+        """Return the columns of a documented view."""
         with self.errors("SQL", TIMEOUT_S), self.reading(TIMEOUT_S):
             return tuple(self.connection.exec_driver_sql(f"SELECT * FROM {view} LIMIT 0").keys())
 
     def page(self, where: str, after: str, size: int) -> list[dict[str, Any]]:
-        """At most `size` rows of v_experiences with a greater id than `after` that fulfil `where`,
-        a person's condition; by id.
+        """Return at most `size` rows of v_experiences with an id after `after` that fulfil the
+        user's condition `where`, by id.
         """
         return self._rows(where, "WHERE id > {0} ORDER BY id LIMIT {0}", (after, size))
 
     def draw(
         self, where: str, num: int, *, step: int | None = None, order: Order = "random"
     ) -> list[dict[str, Any]]:
-        """`num` rows of v_experiences that fulfil `where` and were trained in `step`: random ones
-        by id, or those of the best or worst reward, which have one, from it on.
+        """Return `num` rows of v_experiences that fulfil `where` and were trained in `step`.
+
+        "random": random rows, by id; "best" and "worst": scored rows, from the best or worst reward
+        on.
         """
         by = {"random": "random()", "best": "reward DESC, id", "worst": "reward, id"}[order]
         only = [
@@ -230,17 +244,17 @@ class Questions:
         return [row for x in (sorted(ids) if order == "random" else ids) for row in self.row(x)]
 
     def row(self, id: str) -> list[dict[str, Any]]:
-        """The row of v_experiences with this id, or none."""
+        """Return the row of v_experiences with this id, or an empty list."""
         return self._rows("", "WHERE id = {0}", (id,))
 
     def group_reward(self, group_id: str) -> tuple[float | None, int]:
-        """The mean reward of a group's runs, and how many of them have one."""
+        """Return the mean reward of a group's runs, and the number of scored runs."""
         what = "avg(reward) AS mean, count(reward) AS scored"
-        (found,) = self._rows("", "WHERE group_id = {0}", (group_id,), view="v_runs", what=what)
-        return found["mean"], found["scored"]
+        (row,) = self._rows("", "WHERE group_id = {0}", (group_id,), view="v_runs", what=what)
+        return row["mean"], row["scored"]
 
     def lineage(self, id: str) -> list[dict[str, Any]]:
-        """Rows of v_lineage of this experience that tell of a use; by lineage and step."""
+        """Return the rows of v_lineage with a use of this experience, by lineage and step."""
         order = "WHERE id = {0} AND train_step IS NOT NULL ORDER BY train_lineage, train_step"
         return self._rows("", order, (id,), view="v_lineage")
 
@@ -253,7 +267,7 @@ class Questions:
         view: str = "v_experiences",
         what: str = "*",
     ) -> list[dict[str, Any]]:
-        """The condition is a subquery, so that nothing in it can affect `rest`."""
+        """Select rows; the condition is a subquery, so that it cannot affect `rest`."""
         condition = where if self.sqlite else where.replace("%", "%%")
         chosen = (
             f"(SELECT * FROM {view} WHERE ({condition}\n)) AS chosen" if where.strip() else view
@@ -266,12 +280,13 @@ class Questions:
             return [dict(row) for row in tx.exec_driver_sql(sql, values).mappings()]
 
     def payload(self, ids: Sequence[str]) -> dict[str, Experience]:
-        """These experiences as their explorer stored them; an edited reward is in the ledger alone.
+        """Return experiences as their explorer stored them; an edited reward is only in the ledger.
+
         Raises PayloadDamaged, ConfigError.
         """
-        found: dict[str, Experience] = {}
+        by_id: dict[str, Experience] = {}
         e = experiences.c
-        mine = select(groups.c.locator, groups.c.num_bytes).where(
+        locators_query = select(groups.c.locator, groups.c.num_bytes).where(
             groups.c.id.in_(select(e.group_id).where(e.id.in_(ids)).distinct())
         )
         with self.errors("RUN"), self.reading() as tx:
@@ -279,18 +294,18 @@ class Questions:
                 r.id: r.content_hash
                 for r in tx.execute(select(e.id, e.content_hash).where(e.id.in_(ids)))
             }
-            for locators in _portions(tx.execute(mine).all()):
+            for locators in _portions(tx.execute(locators_query).all()):
                 for block in self.blocks(locators, tx):
-                    found.update(_as_stored(block, hashes))
-        if missing := sorted(set(ids) - found.keys()):
+                    by_id.update(_as_stored(block, hashes))
+        if missing := sorted(set(ids) - by_id.keys()):
             raise PayloadDamaged(
                 f"the payload of {missing[0]} is not as it was stored; restore the buffer's folder "
                 f"from a copy"
             )
-        return found
+        return by_id
 
     def blocks(self, locators: Sequence[str], tx: Connection) -> list[bytes]:
-        """Payload by its locators.  Raises PayloadDamaged, ConfigError."""
+        """Return payload blocks by locator.  Raises PayloadDamaged, ConfigError."""
         try:
             return self.storage.get(locators, tx)
         except OSError as e:
@@ -301,7 +316,7 @@ class Questions:
             ) from e
 
     def trainer_tokens(self, ids: Sequence[str]) -> dict[str, TrainerTokens]:
-        """Of these experiences, as far as they are kept."""
+        """Return the trainer's numbers of these experiences that are kept, by id."""
         k = schema.token_logprobs.c
         with self.errors("RUN"), self.reading() as tx:
             rows = tx.execute(
@@ -317,16 +332,16 @@ class Questions:
     @contextmanager
     def _postgres(self, sql: str) -> Iterator[QueryResult]:
         cursor = self._raw.cursor()
-        # prepared by the server, which refuses a second statement
+        # the server prepares the statement, and refuses a second one
         with closing(cursor.stream(sql)) as rows:
             first = next(rows, None)
             if first is None:
-                # a stream without rows does not say what its columns are
+                # a stream without rows does not report its columns
                 cursor.execute(sql, prepare=True)
             columns = tuple(d.name for d in cursor.description or ())
             yield QueryResult(columns, rows if first is None else chain([first], rows))
 
-    def _said(self, error: BaseException, key: str, timeout_s: float | None) -> ConfigError:
+    def _translate(self, error: BaseException, key: str, timeout_s: float | None) -> ConfigError:
         text = str(error).strip()
         state = getattr(error, "sqlstate", None)
         line = text.splitlines()[0] if text else type(error).__name__
@@ -374,10 +389,10 @@ class Questions:
 
     def _hint(self, line: str) -> str:
         if m := re.search(r"no such column: (\S+)|column \"?([\w.]+)\"? does not exist", line):
-            given = (m[1] or m[2]).rpartition(".")[2]
+            column = (m[1] or m[2]).rpartition(".")[2]
             with suppress(ConfigError):
-                known = dict.fromkeys(c for v in VIEWS for c in self.columns(v))
-                near = difflib.get_close_matches(given, known, 1)
+                columns = dict.fromkeys(c for v in VIEWS for c in self.columns(v))
+                near = difflib.get_close_matches(column, columns, 1)
                 return (
                     f". Did you mean {near[0]}?"
                     if near
@@ -391,21 +406,51 @@ class Questions:
         return ""
 
 
+def limit_memory(num_bytes: int) -> None:
+    """Bound the memory of every SQLite connection of this process: a program that only reads."""
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.execute(f"PRAGMA hard_heap_limit = {num_bytes}")
+
+
+def row_portions(
+    rows: Iterable[Sequence[Any]], num_rows: int = 1000, num_bytes: int = 4 << 20
+) -> Iterator[list[Sequence[Any]]]:
+    """Parts of an answer that are in memory together: a part ends with its last row of `num_rows`,
+    or with the row that passes `num_bytes`.
+    """
+    portion: list[Sequence[Any]] = []
+    size = 0
+    for row in rows:
+        portion.append(row)
+        size += sum(map(num_bytes_of, row))
+        if len(portion) == num_rows or size > num_bytes:
+            yield portion
+            portion = []
+            size = 0
+    if portion:
+        yield portion
+
+
+def num_bytes_of(value: Any) -> int:
+    """Bytes that a value takes, about."""
+    return len(value) if isinstance(value, str | bytes | memoryview) else 8
+
+
 def _as_stored(block: bytes, hashes: Mapping[str, str]) -> dict[str, Experience]:
-    """Experiences of a block by their ids, those of these hashes alone."""
+    """Return the experiences of a block whose hashes match, by id."""
     try:
-        rows, held = read(block)
+        rows, contents = decode_with_contents(block)
     except UNREADABLE:
         return {}
     return {
         str(x.id): x
-        for x, content in zip(rows, held, strict=True)
+        for x, content in zip(rows, contents, strict=True)
         if content.hash == hashes.get(str(x.id))
     }
 
 
 def _portions(blocks: Iterable[Any]) -> Iterator[list[str]]:
-    """Locators of blocks, given as (locator, bytes), that may be in memory together."""
+    """Split locators of blocks, given as (locator, bytes), into portions that fit into memory."""
     portion: list[str] = []
     size = 0
     for locator, num_bytes in blocks:
@@ -420,16 +465,16 @@ def _portions(blocks: Iterable[Any]) -> Iterator[list[str]]:
 
 
 def _allowed(action: int, _: str | None, name: str | None, *more: str | None) -> int:
-    """Reading, and functions that compute."""
+    """Allow reading and harmless functions."""
     reads = action in _READS and not (
         action == sqlite3.SQLITE_FUNCTION and name in _FUNCTIONS_OF_THE_LIBRARY
     )
     return sqlite3.SQLITE_OK if reads else sqlite3.SQLITE_DENY
 
 
-# load code, tell an address of memory
+# these load code or reveal a memory address
 _FUNCTIONS_OF_THE_LIBRARY = ("load_extension", "fts3_tokenizer")
-_READS = {  # SQLite asks before it compiles each part of a statement
+_READS = {  # SQLite asks for each part of a statement at compilation
     sqlite3.SQLITE_SELECT,
     sqlite3.SQLITE_READ,
     sqlite3.SQLITE_FUNCTION,

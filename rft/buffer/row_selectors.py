@@ -1,8 +1,8 @@
-"""In which order the rows of closed batches are read: oldest first, or by priority with replay.
-And the records that tell of them.
+"""Select rows of closed batches for leases: oldest first, or by priority with replay.  Also defines
+the records for it.
 
-Knows neither the ledger nor input or output; time comes from a clock.  The one invariant: what
-`undo` gives back stands where it stood.
+Knows neither the ledger nor input or output; time comes from a clock.  Invariant: `undo` restores
+the previous order.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from rft.errors import BufferFailed, ShortBatch
 from rft.plugins import REGISTRY
 from rft.types.ports import GroupStats
 
-Clock = Callable[[], float]  # seconds that only go forward
+Clock = Callable[[], float]  # monotonic seconds
 Key = tuple[int, int]  # (batch, explorer)
 DAMAGED = "payload_damaged"
-# reasons by which a lease explains rows that it does not take
+# reasons with which a lease explains rows that it drops
 DROPPED = ("stale", "evicted", DAMAGED)
 
 
-# of these three there may be very many; none refers to itself by a circle, so the garbage collector
-# need not walk over them
+# WaitingRow, WaitingGroup and Portion may be very many; none is part of a reference cycle, so the
+# garbage collector can skip them
 
 
 class WaitingRow(Struct, gc=False):
@@ -39,12 +39,12 @@ class WaitingRow(Struct, gc=False):
     position: int  # in the group's block
     oldest_step: int | None
     uses: int = 0
-    # as it came; an edit before the lease is seen by the lease, not here
+    # reward when stored; an edit is seen by the lease, not here
     reward: float | None = None
 
 
 class WaitingGroup(Struct, gc=False):
-    """An accepted group with rows that wait or are leased."""
+    """An accepted group with waiting or leased rows."""
 
     id: str
     batch: int
@@ -54,8 +54,8 @@ class WaitingGroup(Struct, gc=False):
     waiting: list[WaitingRow]
     leased: int = 0
     num_bytes: int = 0  # of its payload
-    fresh: bool = True  # some row was not trained yet
-    frozen: GroupStats | None = None  # statistics of its first lease; they hold for later ones
+    fresh: bool = True  # whether some row is untrained
+    frozen: GroupStats | None = None  # statistics of its first lease, reused by later ones
 
     @property
     def key(self) -> Key:
@@ -64,38 +64,38 @@ class WaitingGroup(Struct, gc=False):
 
 @dataclass(slots=True)
 class ClosedBatch:
-    """What the explorer said about a batch; `accepted` as the ledger counts it."""
+    """The explorer's report on a batch; `accepted` is the ledger's count."""
 
     accepted: int
-    wanted: int
+    expected: int
     reasons: dict[str, int]
 
     @property
     def short(self) -> int:
-        return max(0, self.wanted - self.accepted)
+        return max(0, self.expected - self.accepted)
 
 
 class Portion(Struct, gc=False):
-    """Rows of one group that a selector hands out together; without a group it stands for `gaps`
-    missing ones of a batch.
+    """Rows of one group that a selector hands out together; without a group: `gaps` missing groups
+    of a batch.
     """
 
     group: WaitingGroup | None
     rows: list[WaitingRow]
     batch: Key
     gaps: int = 0
-    dead: bool = False  # was put together anew; what is left of it in a heap is passed over
+    dead: bool = False  # replaced or taken; skip its entry in a heap
     priority: float = 0.0
 
 
 @dataclass(slots=True)
 class Selection:
-    """Rows for one train batch, in order, and those that are left out for good on the way."""
+    """Rows for one train batch, in order, and rows that were dropped on the way."""
 
     picked: list[tuple[WaitingGroup, list[WaitingRow]]] = field(default_factory=list)
     # by reason, see DROPPED
     dropped: dict[str, list[tuple[WaitingGroup, list[WaitingRow]]]] = field(default_factory=dict)
-    missing: int = 0  # groups or rows fewer than asked for
+    missing: int = 0  # number of missing groups or rows
     taken: list[Portion] = field(default_factory=list)  # for the selector's `undo`
     split: list[Portion] = field(default_factory=list)
     gaps: int = 0
@@ -103,7 +103,7 @@ class Selection:
     _places: dict[str, int] = field(default_factory=dict)
 
     def add(self, group: WaitingGroup, rows: list[WaitingRow]) -> None:
-        """Rows of a group; a group that is here already counts once."""
+        """Add rows of a group; a group already in the selection counts once."""
         self.num_rows += len(rows)
         if (i := self._places.setdefault(group.id, len(self.picked))) < len(self.picked):
             rows = sorted([*self.picked[i][1], *rows], key=lambda r: r.id)
@@ -121,8 +121,9 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
-    """What one lease asks for.  `until`: the first explore batch that cannot begin before the step
-    is trained (None: not known).
+    """Arguments of a lease.
+
+    `until`: the first explore batch that cannot begin before the step is trained (None: unknown).
     """
 
     step: int
@@ -146,7 +147,7 @@ class LeaseRequest:
             )
 
     def lacks(self, rows: int, groups: int) -> int:
-        """How many are missing beside these, in the lease's unit."""
+        """Return how many are missing besides these, in the lease's unit."""
         return max(0, self.amount - (groups if self.rows is None else rows))
 
     @property
@@ -158,13 +159,15 @@ class LeaseRequest:
         return self.rows or self.groups or 0
 
     def stale(self, row: WaitingRow) -> bool:
-        """Staleness = optimizer steps finished before this one, less the row's oldest train step."""
+        """Return whether the row is too old: optimizer steps before this one, minus the row's
+        oldest train step.
+        """
         if self.max_staleness is None or row.oldest_step is None:
             return False
         return (self.step - 1) - row.oldest_step > self.max_staleness
 
     def split(self, rows: list[WaitingRow]) -> tuple[list[WaitingRow], list[WaitingRow]]:
-        """(those that may be trained, those too old)."""
+        """Return (fresh rows, stale rows)."""
         if self.max_staleness is None:
             return rows, []
         fresh = [r for r in rows if not self.stale(r)]
@@ -175,43 +178,44 @@ REMEDY = "Raise buffer.max_refill, ease the filters, or set buffer.on_short_batc
 
 
 def make_selector(settings: BufferSettings, clock: Clock = time.monotonic) -> RowSelector:
-    """The order of reading that the settings ask for."""
+    """Return the selector that the settings ask for."""
     return (
         Fifo(settings) if settings.replay is None else ByPriority(settings, settings.replay, clock)
     )
 
 
 class RowSelector:
-    """Holds what waits to be read, in a heap of portions by `_rank`."""
+    """Holds the rows that wait to be read, in a heap of portions by `_rank`."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Any, int, Portion]] = []
         self._heaps: list[list[Any]] = [self._heap]
-        self._killed = 0  # since dead portions were last taken out of the heaps
+        self._killed = 0  # since dead portions were last removed from the heaps
         self._numbers = count()
 
     def closed(self, key: Key, closed: ClosedBatch) -> None:
-        """All groups of this batch follow by `put`; batches come in order."""
+        """Note a closed batch, whose groups follow by `put`; batches come in order."""
 
     def put(self, group: WaitingGroup, rows: list[WaitingRow], *, rested: bool = True) -> None:
-        """Rows of a group may be picked; `rested` False: they have just been trained."""
+        """Make rows of a group available; `rested` False: the rows were just trained."""
         raise NotImplementedError
 
-    def pick(self, wanted: LeaseRequest) -> Selection:
-        """Takes rows out, as many as there are.  Raises ShortBatch (and takes nothing) for a batch
-        that must not be passed.
+    def pick(self, request: LeaseRequest) -> Selection:
+        """Take rows out, as many as available.
+
+        Raises ShortBatch, taking nothing, for a batch that must not be passed.
         """
-        choice = Selection(missing=wanted.amount)
+        choice = Selection(missing=request.amount)
         while choice.missing and self._heap:
             portion = heapq.heappop(self._heap)[2]
             if not portion.dead:
                 self._take(choice, portion)
-                self._choose(wanted, choice, portion)
+                self._choose(request, choice, portion)
         return choice
 
     def undo(self, choice: Selection) -> None:
-        """What `pick` took is there again."""
-        # of portions that were taken; one may have been taken (evicted) itself since
+        """Put back the rows that `pick` took."""
+        # remainders of taken portions; a remainder may have been evicted since
         rests = {id(p) for p in choice.split}
         for portion in [p for p in choice.split if not p.dead]:
             self._kill(portion)
@@ -226,8 +230,8 @@ class RowSelector:
                 )
             )
 
-    def resting(self, wanted: LeaseRequest) -> tuple[float | None, int]:
-        """(when the first resting rows may be used again, how many groups or rows rest)."""
+    def resting(self, request: LeaseRequest) -> tuple[float | None, int]:
+        """Return (when the first resting rows may be used again, how many groups or rows rest)."""
         return None, 0
 
     def _rank(self, portion: Portion) -> Any:
@@ -241,9 +245,7 @@ class RowSelector:
         self._kill(portion)
 
     def _kill(self, portion: Portion) -> None:
-        """What is left of it in a heap is passed over, or taken out with others once they may be
-        half of it.
-        """
+        """Mark a portion as deleted; compact the heaps once about half of the entries may be dead."""
         portion.dead = True
         self._killed += 1
         if 4 * self._killed > 256 + sum(map(len, self._heaps)):
@@ -252,31 +254,29 @@ class RowSelector:
                 heap[:] = [entry for entry in heap if not entry[-1].dead]
                 heapq.heapify(heap)
 
-    def _choose(self, wanted: LeaseRequest, choice: Selection, portion: Portion) -> None:
-        """Moves what fits of a portion into the choice: stale rows are left out, rows beyond what
-        is missing wait again.
-        """
+    def _choose(self, request: LeaseRequest, choice: Selection, portion: Portion) -> None:
+        """Move fitting rows of a portion into the choice; drop stale rows, keep the surplus."""
         group = portion.group
         assert group is not None
-        fresh, stale = wanted.split(portion.rows)
+        fresh, stale = request.split(portion.rows)
         if stale:
             choice.drop("stale", group, stale)
-        part = fresh[: choice.missing] if wanted.rows is not None else fresh
+        part = fresh[: choice.missing] if request.rows is not None else fresh
         if part:
             choice.add(group, part)
         if len(part) < len(fresh):
             rest = Portion(group, fresh[len(part) :], portion.batch, priority=portion.priority)
             choice.split.append(rest)
             self._add(rest)
-        choice.missing = wanted.lacks(choice.num_rows, len(choice.picked) + choice.gaps)
+        choice.missing = request.lacks(choice.num_rows, len(choice.picked) + choice.gaps)
 
 
 class Fifo(RowSelector):
     """Oldest first: batches in order (batch, explorer), groups in order of their task, rows in
     order of their id.
 
-    So the same stored groups give the same train batches, however fast each of them came.  Nothing
-    rests: rows that came back (a further use) stand again where they stood before.
+    So the same stored groups give the same train batches, whatever their speed of arrival.  Rows do
+    not rest: rows with a further use return to their previous place.
     """
 
     def __init__(self, settings: BufferSettings) -> None:
@@ -298,31 +298,30 @@ class Fifo(RowSelector):
             return (batch, explorer, 0 if self._policy == "stop" else 2, 0, "", "")
         return (batch, explorer, 1, portion.group.task, portion.group.id, portion.rows[0].id)
 
-    def _choose(self, wanted: LeaseRequest, choice: Selection, portion: Portion) -> None:
+    def _choose(self, request: LeaseRequest, choice: Selection, portion: Portion) -> None:
         if portion.group is not None:
-            super()._choose(wanted, choice, portion)
+            super()._choose(request, choice, portion)
             return
         closed = self._short[portion.batch]
         if self._policy == "stop":
             self.undo(choice)
             raise ShortBatch(
-                f"step {wanted.step} cannot be filled: {shortage(portion.batch, closed)}. {REMEDY}"
+                f"step {request.step} cannot be filled: {shortage(portion.batch, closed)}. {REMEDY}"
             )
-        # a short batch leaves its step short, if that step trains the batch's groups, or if the
-        # batch has none
-        mine = any(g.key == portion.batch for g, _ in choice.picked)
-        if wanted.rows is None and (mine or closed.accepted == 0):
+        # a short batch shortens the step that trains its groups, or any step if it has no groups
+        has_groups = any(g.key == portion.batch for g, _ in choice.picked)
+        if request.rows is None and (has_groups or closed.accepted == 0):
             choice.gaps += portion.gaps
-            choice.missing = wanted.lacks(choice.num_rows, len(choice.picked) + choice.gaps)
+            choice.missing = request.lacks(choice.num_rows, len(choice.picked) + choice.gaps)
 
 
 class ByPriority(RowSelector):
-    """Highest priority first, with replay: a group may be trained again, after a rest, until it was
-    used `max_uses` times.
+    """Highest priority first, with replay: a group may be trained again, after a rest, up to
+    `max_uses` times.
 
-    Between two uses of a row lie at least `cooldown_s` seconds of the clock; a new process counts
-    them anew.  At most `capacity` groups are kept for another use; beyond it the lowest are
-    evicted.  A short batch is no matter here: only a lease that cannot be filled is.
+    Between two uses of a row at least `cooldown_s` seconds pass; a new process restarts the count.
+    At most `capacity` groups are kept for another use; the lowest beyond it are evicted.  A short
+    batch does not matter; only a lease that cannot be filled does.
     """
 
     def __init__(self, settings: BufferSettings, replay: ReplaySettings, clock: Clock) -> None:
@@ -350,22 +349,22 @@ class ByPriority(RowSelector):
         )
         self._count(portion)
 
-    def pick(self, wanted: LeaseRequest) -> Selection:
+    def pick(self, request: LeaseRequest) -> Selection:
         now = self._clock()
         while self._resting and self._resting[0][0] <= now:
             portion = heapq.heappop(self._resting)[2]
             if not portion.dead:
                 super()._add(portion)
-        choice = super().pick(wanted)
+        choice = super().pick(request)
         if not choice.missing:
             self._evict(choice)
         return choice
 
-    def resting(self, wanted: LeaseRequest) -> tuple[float | None, int]:
+    def resting(self, request: LeaseRequest) -> tuple[float | None, int]:
         alive = [(at, p) for at, _, p in self._resting if not p.dead]
-        fresh = [len(wanted.split(p.rows)[0]) for _, p in alive]
+        fresh = [len(request.split(p.rows)[0]) for _, p in alive]
         first = min((at for at, _ in alive), default=None)
-        return first, sum(fresh) if wanted.rows is not None else sum(bool(n) for n in fresh)
+        return first, sum(fresh) if request.rows is not None else sum(bool(n) for n in fresh)
 
     def _priority(self, group: WaitingGroup, rows: list[WaitingRow]) -> float:
         x = Candidate(
@@ -379,16 +378,16 @@ class ByPriority(RowSelector):
             rewards=tuple(r.reward for r in rows),
         )
         try:
-            found = float(self._fn(x))
-        except Exception as e:  # whatever a plugin raises, the message names it
+            priority = float(self._fn(x))
+        except Exception as e:  # a plugin may raise anything; the message names it
             raise BufferFailed(
                 f"priority function {self._name!r} failed on {x}: {type(e).__name__}: {e}"
             ) from e
-        if math.isnan(found):
+        if math.isnan(priority):
             raise BufferFailed(
                 f"priority function {self._name!r} gave NaN for {x}; it must give a number"
             )
-        return found
+        return priority
 
     def _rank(self, portion: Portion) -> tuple[float, str]:
         return (-portion.priority, portion.rows[0].id)
@@ -418,11 +417,11 @@ class ByPriority(RowSelector):
 
 
 def shortage(key: Key, closed: ClosedBatch) -> str:
-    """What a short batch has, in words."""
+    """Describe a short batch."""
     reasons = (
         ", ".join(f"{n} {r}" for r, n in sorted(closed.reasons.items())) or "no group was rejected"
     )
     return (
-        f"batch {key[0]} of explorer {key[1]} has {closed.accepted} of {closed.wanted} groups "
+        f"batch {key[0]} of explorer {key[1]} has {closed.accepted} of {closed.expected} groups "
         f"that can be trained ({reasons})"
     )

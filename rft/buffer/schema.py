@@ -1,22 +1,20 @@
-"""The ledger's tables, what people see of them with SQL, and the rule by which a reward may be
-changed.
+"""The ledger's tables, the SQL views for users, and the rule for changing a reward.
 
 Facts are never changed; `state`, `explained`, `held` and `leases` are derived from them when a
 lineage starts.  A use or an explanation is a fact of one (lineage, step): it counts for a version
 iff that step is an ancestor of the version.  Ids are the sortable text forms of `rft.types.ids`.
-Times are seconds since the epoch; for people, nothing is ordered by them.
+Times are seconds since the epoch, for display; nothing is ordered by them.
 
     v_experiences  one row per experience, all typed columns, its state and its newest lease and use
     v_runs         one row per run: its reward, by the rule of `rft.types.credit`, and lengths over its experiences
     v_groups       one row per group: rewards and lengths of its runs, states counted over its experiences
-    v_tokens       one row per span of tokens that one weight version wrote, or per token where the trainer's log-probs are kept
+    v_tokens       one row per span of tokens that one weight version wrote, or per token if the trainer's log-probs are kept
                    (the tokens themselves are packed: `rft buffer sample`)
     v_lineage      weight version -> experience -> optimizer step -> checkpoint, one row per experience and use
 
-The one exception among facts is `experiences.reward`: `UPDATE experiences SET reward = ...` changes
-it until its row is leased.  Triggers refuse what would have no effect and what is no finite number,
-and write each change into `reward_edits`. The one invariant: a reward that was changed is what is
-trained.
+`experiences.reward` is the only mutable fact: `UPDATE experiences SET reward = ...` changes it
+until its row is leased.  Triggers refuse changes without effect and non-finite numbers, and write
+each change into `reward_edits`. Invariant: training uses the changed reward.
 """
 
 from __future__ import annotations
@@ -43,15 +41,15 @@ from sqlalchemy.schema import SchemaItem
 
 from rft.types.ids import MAX_REWARD
 
-FORMAT = 6  # of the ledger; no other one is read
+FORMAT = 6  # of the ledger; other formats are refused
 T = TypeVar("T")
 metadata = MetaData()
-# sorts by its characters, whatever the database's language
+# sorts by code points, whatever the database's locale
 Id = Text().with_variant(Text(collation="C"), "postgresql")
 
 
 def _all(kind: Any, *names: str, key: bool = False) -> list[Column[Any]]:
-    """Columns of one type; none of them is ever null."""
+    """Return non-null columns of one type."""
     return [
         Column(name, kind, nullable=False, primary_key=key, autoincrement=False) for name in names
     ]
@@ -82,13 +80,13 @@ groups = _table(
     _all(Integer, "lineage", "explorer", "batch", "task"),
     _all(Boolean, "accepted"),
     _all(Text, "reason"),  # why it was not accepted
-    # rows, and those of them that could be trained when they came
+    # number of rows, and of trainable rows on arrival
     _all(Integer, "num_rows", "num_eligible"),
     _all(Text, "locator"),  # of the payload block
     _all(Integer, "num_bytes"),  # of the payload block
     _all(Text, "content_hash"),  # xxh3-128 over the rows' ids and hashes, in order
     _all(Float, "created"),
-    _all(Boolean, "held"),  # for the current lineage: stands, so its task is not explored again
+    _all(Boolean, "held"),  # valid for the current lineage, so its task is not explored again
     Index("ix_groups_batch", "batch", "explorer", "task"),
 )
 
@@ -101,12 +99,12 @@ experiences = _table(
     _all(Text, "taskset"),
     _all(Integer, "task_index"),
     _all(Text, "workflow"),
-    Column("oldest_lineage", Integer),  # weights that wrote the oldest and the newest token
+    Column("oldest_lineage", Integer),  # versions of the oldest and the newest token
     Column("oldest_step", Integer),
     Column("newest_lineage", Integer),
     Column("newest_step", Integer),
     Column("reward", Float),
-    # run | step: whose reward it is, see rft.types.credit
+    # run | step: scope of the reward, see rft.types.credit
     Column("credit", Text, nullable=False, server_default="run"),
     _all(Text, "reward_parts"),  # JSON
     _all(Integer, "num_tokens", "num_response_tokens"),
@@ -117,7 +115,7 @@ experiences = _table(
     _all(Text, "content_hash"),
     _all(Float, "created"),
     Column("dropped", Text),  # fact: why it can never be trained
-    # how it was made
+    # sampling
     Column("num_turns", Integer),  # model calls
     Column("top_p", Float),  # this and the next four: of the first call
     Column("top_k", Integer),
@@ -128,12 +126,12 @@ experiences = _table(
     Column("has_logprobs", Boolean),
     Column("version_spans", Text),  # JSON [[lineage, step, first token, end], ...]
     _all(Text, "state"),  # available | used | explained, for the current lineage
-    Column("explained", Text),  # reason, where state is explained
+    Column("explained", Text),  # reason, if state is explained
     Index("ix_experiences_group", "group_id"),
     Index("ix_experiences_state", "state", "batch"),
 )
 
-# for people; away from `experiences`, whose rows every lease reads and every use writes
+# for display; separate from `experiences`, whose rows every lease reads and every use writes
 texts = _table(
     "texts", _all(Id, "experience", key=True), _all(Text, "prompt_text", "response_text")
 )
@@ -154,7 +152,7 @@ token_logprobs = _table(
     _all(Text, "pairs"),
 )
 
-mixed_uses = _table(  # of rows that are read from another source than this ledger
+mixed_uses = _table(  # of rows from another source than this ledger
     "mixed_uses",
     _all(Text, "source", key=True),
     _all(Id, "experience", key=True),
@@ -184,8 +182,7 @@ rejections = _table(
     _all(Integer, "count"),
 )
 
-# the last lease of each row that counts in the current lineage; such a row's reward is not changed
-# any more
+# the last counted lease of each row in the current lineage; it makes the row's reward immutable
 leases = _table(
     "leases",
     _all(Id, "experience", key=True),
@@ -193,8 +190,7 @@ leases = _table(
     Column("created", Float),
 )
 
-# as stated when a manifest was about to be written; `rft buffer audit` compares the manifests that
-# exist
+# statements made before a manifest was written; `rft buffer audit` compares the existing manifests
 checkpoints = _table(
     "checkpoints",
     _all(Integer, "lineage", "step", key=True),
@@ -230,10 +226,10 @@ def put_many(
     replace: bool = False,
     again: str = "",
 ) -> None:
-    """One statement for many whole rows.  For rows that exist, `again` is an ON CONFLICT clause,
-    and `replace` replaces them.
+    """Insert many complete rows with one statement.
 
-    It goes to the driver as it is: building each row through Core costs more than storing it.
+    For existing rows, `again` is an ON CONFLICT clause, and `replace` replaces them. The statement
+    goes to the driver unchanged: building each row through Core costs more than storing it.
     """
     if not rows:
         return
@@ -253,31 +249,31 @@ def put_many(
 def ask(
     tx: Connection, sql: str, values: Sequence[Any] = (), *, many: Sequence[Any] = ()
 ) -> CursorResult[*tuple[Any, ...]]:
-    """A statement as it is written, with "?" for each of `values`, and "(??)" for all of `many`,
-    which come last.
+    """Run a literal statement, with "?" for each of `values`, and "(??)" for all of `many`, which
+    come last.
 
-    For what every train step asks: putting such a statement together through Core costs more than
-    its answer.
+    For the queries of every train step: building such a statement through Core costs more than its
+    execution.
     """
     mark = placeholder(tx)
     key = (sql, len(many), mark)
-    if (whole := _ASKED.get(key)) is None:
+    if (statement := _ASKED.get(key)) is None:
         if len(_ASKED) >= _MOST_ASKED:
             _ASKED.clear()
-        whole = _ASKED[key] = sql.replace("(??)", f"({', '.join('?' * len(many))})").replace(
+        statement = _ASKED[key] = sql.replace("(??)", f"({', '.join('?' * len(many))})").replace(
             "?", mark
         )
-    return tx.exec_driver_sql(whole, (*values, *many))
+    return tx.exec_driver_sql(statement, (*values, *many))
 
 
 def parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
-    """`values` in pieces that fit into one statement."""
+    """Yield `values` in pieces that fit into one statement."""
     for start in range(0, len(values), _MOST_BOUND):
         yield values[start : start + _MOST_BOUND]
 
 
 def tables_size(tx: Connection) -> int:
-    """Bytes of the tables and indexes of a schema of PostgreSQL."""
+    """Return bytes of the tables and indexes of a PostgreSQL schema."""
     sizes = (
         "SELECT sum(pg_total_relation_size(c.oid)) FROM pg_class c JOIN pg_namespace n ON "
         "n.oid = c.relnamespace"
@@ -291,7 +287,7 @@ def tables_size(tx: Connection) -> int:
 
 
 def placeholder(tx: Connection) -> str:
-    """The driver's mark for a bound value."""
+    """Return the driver's mark for a bound value."""
     return "?" if tx.dialect.paramstyle == "qmark" else "%s"
 
 
@@ -399,7 +395,7 @@ _SQLITE = (
     VALUES (OLD.id, OLD.reward, NEW.reward, (julianday('now') - 2440587.5) * 86400.0);
 END""",
 )
-# the function runs with the rights of the ledger's owner and in its schema, whichever user and
+# the function runs with the rights of the ledger's owner and in its schema, whatever user and
 # schema the edit comes from
 _POSTGRES = (
     f"""CREATE FUNCTION reward_edit() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$ BEGIN
@@ -419,7 +415,7 @@ END $$""",
 
 
 def create_views(tx: Connection) -> None:
-    """Views and triggers of a ledger that has none."""
+    """Create the views and triggers of a new ledger."""
     for statement in (
         V_EXPERIENCES,
         V_RUNS,
@@ -432,7 +428,7 @@ def create_views(tx: Connection) -> None:
 
 
 def v_tokens(tx: Connection) -> str:
-    """The statement that makes this view."""
+    """Return the statement that creates view v_tokens."""
     names = ("lineage", "step", "start", "end")
     if tx.dialect.name == "sqlite":
         part = "json_extract({0}.value, '$[{1}]')"

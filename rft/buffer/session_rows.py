@@ -1,10 +1,10 @@
-"""The ledger's tables of sessions that are served, and what is done to them inside a transaction.
+"""The ledger's tables of served sessions, and their operations inside a transaction.
 
-    sessions   one row each: whose, which task, until when, its reward, and what became of it
-    calls      one row for each answered request; its payload is the caller's
+    sessions   one row per session: owner, task, expiry, reward and outcome
+    calls      one row per answered request; the caller defines its payload
 
-Their tables are made when a run serves for the first time.  The one invariant: answers acknowledged
-= waiting + accepted + explained, and every accepted one is a call of a row of its session's group.
+The tables are created when a run first serves.  Invariant: answers acknowledged = waiting +
+accepted + explained, and every accepted answer is a call of a row of its session's group.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ sessions = Table(
     *(Col(name, Real, nullable=False) for name in ("created", "expires")),
     Col("state", Text, nullable=False, index=True),
     Col("reason", Text, nullable=False),
-    Col("score", Text),  # JSON, of the whole run
+    Col("score", Text),  # JSON, score of the run
     Col("rewarded", Real),
-    Col("group_id", Id),  # of an accepted one, with the number of its run there
+    Col("group_id", Id),  # group of an accepted session; `run`: its number in the group
     Col("run", Whole),
 )
 
@@ -58,7 +58,7 @@ calls = Table(
     *(Col(name, Text, nullable=False) for name in ("retry_key", "asked")),
     Col("created", Real, nullable=False),
     Col("answers", Whole, nullable=False),
-    Col("score", Text),  # JSON, of this call alone
+    Col("score", Text),  # JSON, score of this call alone
     Col("turns", LargeBinary, nullable=False),
 )
 _WAITS = f"state IN ({', '.join(repr(s) for s in WAITING)})"
@@ -76,7 +76,7 @@ def all_wait(tx: Connection, ids: Sequence[str]) -> bool:
 
 
 def accept(tx: Connection, group: str, runs: Sequence[str]) -> None:
-    """Sessions `runs`, in run order, are rows of `group`, which this transaction stores."""
+    """Mark the sessions `runs`, in run order, as rows of `group`, which this transaction stores."""
     for run, session in enumerate(runs):
         ask(
             tx,
@@ -86,9 +86,7 @@ def accept(tx: Connection, group: str, runs: Sequence[str]) -> None:
 
 
 class Answers(NamedTuple):
-    """Answers of sessions that are no rows: those that wait, and by reason those that never will
-    be; and what is wrong.
-    """
+    """Answers that are no rows: waiting, or by reason never becoming rows; and problems."""
 
     waiting: int
     explained: Counter[str]
@@ -126,11 +124,11 @@ def count_answers(tx: Connection) -> Answers:
     rows = select(e.group_id, e.run, func.sum(e.num_turns).label("turns")).join(
         sessions, (s.group_id == e.group_id) & (s.run == e.run)
     )
-    found = {(r.group_id, r.run): r.turns for r in tx.execute(rows.group_by(e.group_id, e.run))}
+    turns = {(r.group_id, r.run): r.turns for r in tx.execute(rows.group_by(e.group_id, e.run))}
     lost = [
         f"run {run} of {group}"
         for (group, run), n in accepted.items()
-        if found.get((group, run)) != n
+        if turns.get((group, run)) != n
     ]
     problems = (
         [
@@ -158,7 +156,7 @@ def write(tx: Connection, note: Note) -> bool:
             put_many(tx, calls, [_call_values(session, call)])
         case Rewarded():
             return _reward(tx, note)
-        case Merged(session=session, others=others, task_id=task_id):
+        case Merged(session=session, sources=others, task_id=task_id):
             return _merge(tx, session, others, task_id)
         case Explained(sessions=ids, reason=reason):
             done = ask(
@@ -197,22 +195,22 @@ def _reward(tx: Connection, note: Rewarded) -> bool:
     return True
 
 
-def _merge(tx: Connection, session: str, others: Sequence[str], task_id: str) -> bool:
-    if not all_wait(tx, (session, *others)):
+def _merge(tx: Connection, session: str, merged: Sequence[str], task_id: str) -> bool:
+    if not all_wait(tx, (session, *merged)):
         return False
     ask(tx, "UPDATE sessions SET task_id = ? WHERE id = ?", (task_id, session))
-    if others:
+    if merged:
         ask(
             tx,
             "UPDATE sessions SET state = 'merged', reason = ? WHERE id IN (??)",
             (session,),
-            many=others,
+            many=merged,
         )
         last = ask(
             tx, "SELECT coalesce(max(number), 0) FROM calls WHERE session = ?", (session,)
         ).scalar_one()
         moved = (
-            ask(tx, "SELECT id FROM calls WHERE session IN (??) ORDER BY created, id", many=others)
+            ask(tx, "SELECT id FROM calls WHERE session IN (??) ORDER BY created, id", many=merged)
             .scalars()
             .all()
         )
@@ -267,6 +265,6 @@ def to_call(r: Any) -> StoredCall:
 
 
 def _record(kind: type[R], r: Any, **parsed: Any) -> R:
-    """A row of one of the tables, whose columns have the names of the fields of `kind`."""
+    """Convert a table row, whose columns have the field names of `kind`."""
     parsed["score"] = None if r.score is None else msgspec.json.decode(r.score, type=Score)
     return kind(**{name: r._mapping[name] for name in kind.__struct_fields__} | parsed)

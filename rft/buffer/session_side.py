@@ -1,8 +1,8 @@
-"""Sessions that are served: answers and rewards are stored before the client gets a response.  See
-`rft.types.sessions.SessionStore`.
+"""The session side of the buffer: store answers and rewards of served sessions before the client
+gets a response.  See `rft.types.sessions.SessionStore`.
 
-It knows no HTTP and no groups.  The one invariant: a note that returned is durable, and notes are
-stored in the order in which they came.
+Knows no HTTP and no groups.  Invariant: a returned note is durable, and notes are stored in order
+of arrival.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from rft.buffer.session_rows import calls, sessions, tables, to_call, to_session
 from rft.fault_injection import fault
 from rft.types.sessions import WAITING, CallStored, Note, StoredCall, StoredSession
 
-_TOGETHER = 64  # notes that share a transaction
+_TOGETHER = 64  # most notes per transaction
 
 
 class SessionSide(BufferCore):
-    """See `rft.types.sessions.SessionStore`.  Every method names the lineage that calls it, and the
-    explorer.
-    """
+    """See `rft.types.sessions.SessionStore`.  Every method names the caller's lineage and explorer."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -43,25 +41,25 @@ class SessionSide(BufferCore):
                 )
             ]
 
-        return await self._fenced(lineage, work)
+        return await self._run_fenced(lineage, work)
 
     async def find_session(
         self, lineage: int, id: str, *, explorer: int = 0
     ) -> StoredSession | None:
         def work(tx: Connection) -> StoredSession | None:
             owner = select(calls.c.session).where(calls.c.id == id).scalar_subquery()
-            found = tx.execute(
+            row = tx.execute(
                 select(sessions).where(sessions.c.id == func.coalesce(owner, id))
             ).one_or_none()
-            if found is not None and found.state == "merged":
-                found = tx.execute(select(sessions).where(sessions.c.id == found.reason)).one()
-            return None if found is None else to_session(found)
+            if row is not None and row.state == "merged":
+                row = tx.execute(select(sessions).where(sessions.c.id == row.reason)).one()
+            return None if row is None else to_session(row)
 
-        return await self._fenced(lineage, work)
+        return await self._run_fenced(lineage, work)
 
     async def session_calls(self, lineage: int, id: str, *, explorer: int = 0) -> list[StoredCall]:
         query = select(calls).where(calls.c.session == id).order_by(calls.c.number)
-        return await self._fenced(lineage, lambda tx: [to_call(r) for r in tx.execute(query)])
+        return await self._run_fenced(lineage, lambda tx: [to_call(r) for r in tx.execute(query)])
 
     async def note(self, lineage: int, note: Note, *, explorer: int = 0) -> bool:
         self._fence(lineage)
@@ -72,8 +70,9 @@ class SessionSide(BufferCore):
         return await answer
 
     async def _note_all(self, lineage: int) -> None:
-        """Notes that came while the last transaction ran share the next one.  A full disk is told
-        at once: a client waits.
+        """Store notes; those that arrive during a transaction share the next one.
+
+        A full disk raises at once, because a client waits.
         """
         loop = asyncio.get_running_loop()
         while self._notes:
@@ -81,7 +80,7 @@ class SessionSide(BufferCore):
             work = functools.partial(self._write_notes, lineage, [note for note, _ in now])
             try:
                 done = await loop.run_in_executor(self._thread, work)
-            except Exception as e:  # belongs to every note of the transaction
+            except Exception as e:  # concerns every note of the transaction
                 for _, answer in now:
                     if not answer.done():
                         answer.set_exception(e)

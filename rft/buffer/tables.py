@@ -1,8 +1,6 @@
-"""Make a ledger's tables, or check that those of an existing one are this format's, run's and
-storage's.
+"""Create a ledger's tables, or check that an existing ledger has this format, run and storage.
 
-`prepare` is part of one transaction: a ledger has all of its tables or none, whenever the process
-dies.
+`prepare` is part of one transaction: a ledger has all of its tables or none, even after a crash.
 """
 
 from __future__ import annotations
@@ -11,22 +9,22 @@ import json
 
 from sqlalchemy import Connection, insert, inspect, select
 
-from rft.buffer.base import storage_reference
 from rft.buffer.location import Location
 from rft.buffer.schema import FORMAT, create_views, meta, metadata, put_meta
 from rft.buffer.settings import BufferSettings
+from rft.buffer.storage_choice import storage_reference
 from rft.errors import BufferFailed
 
 
 def prepare(tx: Connection, settings: BufferSettings, location: Location) -> None:
-    """Make or check the tables.  Raises BufferFailed for another format, run or storage."""
-    there = inspect(tx).get_table_names()
-    if there and not {"meta", "experiences"} <= set(there):
+    """Create or check the tables.  Raises BufferFailed for another format, run or storage."""
+    names = inspect(tx).get_table_names()
+    if names and not {"meta", "experiences"} <= set(names):
         raise BufferFailed(
-            f"{location} holds tables of another program ({', '.join(sorted(there)[:5])}); name "
+            f"{location} holds tables of another program ({', '.join(sorted(names)[:5])}); name "
             f"another place"
         )
-    if not there:
+    if not names:
         metadata.create_all(tx, checkfirst=False)
         create_views(tx)
         tx.execute(insert(meta), [{"key": k, "value": v} for k, v in _fixed(settings).items()])
@@ -47,7 +45,7 @@ def prepare(tx: Connection, settings: BufferSettings, location: Location) -> Non
 
 
 def _fixed(settings: BufferSettings) -> dict[str, str]:
-    """What never changes in a ledger's life."""
+    """Return the entries of `meta` that never change."""
     fixed = {
         "format": str(FORMAT),
         "storage_type": settings.storage_type,
@@ -60,7 +58,9 @@ def _fixed(settings: BufferSettings) -> dict[str, str]:
 
 
 def _compare(then: dict[str, str], now: dict[str, str], location: Location) -> None:
-    """A file may be moved along with a renamed run, a schema may not."""
+    """Raise BufferFailed for a changed entry; an SQLite file may move to a renamed run, a schema
+    may not.
+    """
     for key, value in now.items():
         if key not in then or then[key] == value or (key == "run" and location.url is None):
             continue

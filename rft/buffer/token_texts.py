@@ -1,5 +1,5 @@
-"""Texts of single tokens, by the tokenizer that lies in a run's folder, or the one that it began
-with.
+"""Look up the text of single tokens with the tokenizer of a run's newest export or of its base
+model.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from rft.types import modelfiles
 
 
 class TokenTexts:
-    """The text of a token; its number where no tokenizer is available.  What models wrote is
-    returned as it is, unescaped.
-    """
+    """Maps a token to its text, or to its number without a tokenizer.  Texts are unescaped."""
 
     def __init__(self, run_dir: Path) -> None:
         self._tokenizer: Any = None
@@ -33,15 +31,17 @@ class TokenTexts:
 
 
 def _tokenizer_file(run_dir: Path) -> Path | None:
-    """tokenizer.json of the newest exported model, or the one that the run began with."""
-    found = sorted(
+    """Return the tokenizer.json of the newest exported model, else of the base model."""
+    exported = sorted(
         run_dir.glob("checkpoints/global_step_*/huggingface/tokenizer.json"),
         key=lambda p: p.stat().st_mtime,
     )
     try:
         model = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["tree"]["model"]
-        given = model.get("tokenizer_path") or model["model_path"]
-        first = (modelfiles.snapshot(given) or Path(given).expanduser()) / "tokenizer.json"
-    except (OSError, ValueError, KeyError):  # a folder that another program filled; numbers will do
+        model_path = model.get("tokenizer_path") or model["model_path"]
+        first = (
+            modelfiles.snapshot(model_path) or Path(model_path).expanduser()
+        ) / "tokenizer.json"
+    except (OSError, ValueError, KeyError):  # a folder of another program; token numbers suffice
         first = run_dir / "tokenizer.json"
-    return found[-1] if found else first if first.is_file() else None
+    return exported[-1] if exported else first if first.is_file() else None

@@ -1,14 +1,19 @@
-"""The trainer's side of the buffer, see `rft.types.ports.BufferReader`: rows are leased to a step,
-then used or discarded.
+"""The trainer's side of the buffer, see `rft.types.ports.BufferReader`.
 
-It knows no explorer.  The one invariant: a step has at most one lease, and a repeated call about it
-is a no-op.
+    lease(step)    choose rows (`LeaseOrder`), read them and write table `leases` (`lease_rows`)
+    use(step)      write one row of `uses` for each leased row; a row ends after `max_uses` uses
+    discard(step)  write table `explanations` instead
+    consumption    count the uses for a checkpoint's manifest (`consumed`)
+
+Knows no explorer.  Invariant: a step has at most one lease, and a repeated call about it is a
+no-op.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 from collections import Counter
@@ -47,8 +52,8 @@ from rft.types.ports import Consumption, GroupStats, Lease
 from rft.worker.waiting import idles
 
 _HEADERS = (
-    "SELECT id, group_id, content_hash, reward, run, step, num_response_tokens, credit FROM "
-    "experiences WHERE group_id IN (??) "
+    "SELECT id, group_id, content_hash, reward, run, step, num_response_tokens, credit, "
+    "reward_parts FROM experiences WHERE group_id IN (??) "
     "ORDER BY id"
 )
 _id = attrgetter("id")
@@ -59,13 +64,11 @@ _Header = tuple[bytes, list[int], list[float | None]]
 
 
 class TrainerSide(BufferCore):
-    """Every method names the lineage that calls it, and raises Fenced for another one than the
-    newest: the trainer was replaced.
-    """
+    """Every method takes the caller's lineage, and raises Fenced unless it is the newest."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        # by step: calls about it that run or wait
+        # step -> (lock, number of its running or waiting calls)
         self._turns: dict[int, tuple[asyncio.Lock, int]] = {}
 
     async def lease(
@@ -79,23 +82,26 @@ class TrainerSide(BufferCore):
         max_staleness: int | None,
         until: int | None = None,
     ) -> Lease:
-        """The rows of `step`.  Asked again before `use` or `discard`, it gives the same rows.  It
-        waits for events.
+        """Lease the rows of `step`, waiting up to `deadline_s`.
+
+        Until `use` or `discard`, a repeated call returns the same rows.
         """
         self._fence(lineage)
-        wanted = LeaseRequest(step, groups, rows, max_staleness, until)
+        request = LeaseRequest(step, groups, rows, max_staleness, until)
         if groups is not None and groups > self._settings.capacity:
             raise BufferFailed(
                 f"a train batch of {groups} groups can never be filled: buffer.capacity is "
                 f"{self._settings.capacity}"
             )
-        async with self._about(step):
-            return await self._lease(lineage, wanted, deadline_s)
+        async with self._step_turn(step):
+            return await self._lease(lineage, request, deadline_s)
 
-    async def _lease(self, lineage: int, wanted: LeaseRequest, deadline_s: float) -> Lease:
+    async def _lease(self, lineage: int, request: LeaseRequest, deadline_s: float) -> Lease:
         self._fence(lineage)
-        step = wanted.step
-        choice = self._order.leases.get(step) or await self._wait(lineage, wanted, deadline_s)
+        step = request.step
+        choice = self._order.leases.get(step) or await self._wait_for_rows(
+            lineage, request, deadline_s
+        )
         order = self._order
         try:
             try:
@@ -103,7 +109,7 @@ class TrainerSide(BufferCore):
             except PayloadDamaged:
                 if self._settings.on_damaged_payload == "stop":
                     raise
-                await self._leave_out(order, wanted, choice)
+                await self._drop_damaged(order, request, choice)
                 frame, statistics = await self._leased_rows(lineage, step, choice)
         except BaseException:
             if step in order.leases:
@@ -111,11 +117,11 @@ class TrainerSide(BufferCore):
                 await self._notify()
             raise
         over = [group for group, _ in choice.dropped_rows if not group.waiting and not group.leased]
-        choice.dropped.clear()  # discarded; a repeated lease must not do so again
-        await self._free(over)
+        choice.dropped.clear()  # they are discarded; a repeated lease must not discard them again
+        await self._drop_payload(over)
         if choice.missing:
             log.warning(
-                "step %d trains with %d %s fewer than asked for", step, choice.missing, wanted.unit
+                "step %d trains with %d %s fewer than asked for", step, choice.missing, request.unit
             )
         return Lease(
             step=step,
@@ -128,9 +134,7 @@ class TrainerSide(BufferCore):
     async def _leased_rows(
         self, lineage: int, step: int, choice: Selection
     ) -> tuple[bytes, tuple[GroupStats, ...]]:
-        """The chosen rows as a frame, behind them those of another source, and the groups' frozen
-        statistics.
-        """
+        """Read the chosen and then the mixed-in rows as one frame; freeze the groups' statistics."""
 
         def work(tx: Connection) -> tuple[bytes, dict[str, list[ScoredRow]]]:
             chosen, scored = lease_rows(tx, self._ledger, step, choice)
@@ -138,18 +142,18 @@ class TrainerSide(BufferCore):
 
         mixed = [self._mix.block(step)] if self._mix else []
         further = [(block, range(len(rewards)), rewards) for block, rewards in mixed]
-        frame, scored = await self._fenced(lineage, work, "buffer.lease")
+        frame, scored = await self._run_fenced(lineage, work, "buffer.lease")
         for group, _ in choice.picked:
-            group.frozen = group.frozen or _frozen(group.id, scored[group.id])
+            group.frozen = group.frozen or _freeze_statistics(group.id, scored[group.id])
         return frame, tuple(g.frozen for g, _ in choice.picked if g.frozen is not None)
 
     async def use(self, lineage: int, step: int, logprobs: bytes | None = None) -> None:
-        """The lease of `step` was trained on.  Repeating it is a no-op.
+        """Record that the lease of `step` was trained; idempotent.
 
-        Of `logprobs` those of the rows' first uses are kept, in the same transaction.  A first use
-        that does not count any more is replaced by the one that does.
+        The `logprobs` of the rows' first uses are stored in the same transaction; they replace
+        those of a first use that no longer counts.
         """
-        async with self._about(step):
+        async with self._step_turn(step):
             order, choice = await self._leased(lineage, step)
             if choice is None:
                 return
@@ -157,7 +161,7 @@ class TrainerSide(BufferCore):
             rows = [row for _, part in choice.picked for row in part]
             used = [r.id for r in rows if r.uses + 1 >= most]
             first = {r.id for r in rows if r.uses == 0}
-            kept = (
+            first_logprobs = (
                 []
                 if logprobs is None
                 else [x for x in token_logprobs.decode(logprobs) if x.id in first]
@@ -169,82 +173,82 @@ class TrainerSide(BufferCore):
                 put_many(
                     tx,
                     schema.token_logprobs,
-                    [(x.id, lineage, step, x.token_start, x.pairs) for x in kept],
+                    [(x.id, lineage, step, x.token_start, x.pairs) for x in first_logprobs],
                     replace=True,
                 )
                 if (mix := self._mix) is not None:
                     put_many(tx, mixed_uses, [(mix.name, x, lineage, step) for x in mix.ids(step)])
                 move(tx, used, "used")
 
-            await self._fenced(lineage, work, "buffer.use.before")
+            await self._run_fenced(lineage, work, "buffer.use.before")
             fault("buffer.use.after")
-            await self._done(order, step, most)
+            await self._finish_lease(order, step, most)
 
     async def discard(self, lineage: int, step: int, reason: str) -> None:
-        """The lease of `step` will never be trained on, e.g. "nonfinite".  Repeating it is a no-op."""
+        """Record that the lease of `step` is not trained, e.g. "nonfinite"; idempotent."""
         if not reason:
             raise BufferFailed(f"discard of step {step} needs a reason")
-        async with self._about(step):
+        async with self._step_turn(step):
             order, choice = await self._leased(lineage, step)
             if choice is None:
                 return
             ids = [r.id for _, part in choice.picked for r in part]
-            await self._fenced(
+            await self._run_fenced(
                 lineage, lambda tx: discard(tx, lineage, step, ids, reason), "buffer.explain"
             )
-            await self._done(order, step, None)
+            await self._finish_lease(order, step, None)
 
     async def consumption(self, lineage: int, step: int) -> Consumption:
-        """What a manifest of `step` has to state; the digest's exact form is in
+        """Count the uses up to `step` for its manifest; digest: see
         `rft.buffer.derived_state.UseCounts`.
         """
 
         def work() -> Consumption:
-            found = self._ledger.run_for(lineage, lambda tx: consumed(tx, self._ledger, step))
-            self._ledger.database.sync()  # a manifest must not outlive the uses that it rests on
-            return found
+            consumption = self._ledger.run_for(lineage, lambda tx: consumed(tx, self._ledger, step))
+            self._ledger.database.sync()  # a manifest must not outlive its uses
+            return consumption
 
-        return await self._work(work)
+        return await self._run(work)
 
-    async def _wait(self, lineage: int, wanted: LeaseRequest, deadline_s: float) -> Selection:
+    async def _wait_for_rows(
+        self, lineage: int, request: LeaseRequest, deadline_s: float
+    ) -> Selection:
         now = asyncio.get_running_loop().time
         deadline = now() + deadline_s
-        async with contextlib.AsyncExitStack() as held:
-            held.enter_context(
-                idles(lambda: f"the trainer waits for the explorer: {self._order.missing(wanted)}")
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(
+                idles(lambda: f"the trainer waits for the explorer: {self._order.missing(request)}")
             )
-            await held.enter_async_context(self._changed)
+            await stack.enter_async_context(self._changed)
             starving = False
             while True:
                 self._fence(lineage)
-                found = self._order.lease(wanted)
-                if isinstance(found, Selection):
-                    self._ledger.newest_step = max(self._ledger.newest_step, wanted.step)
-                    return found
+                choice = self._order.lease(request)
+                if isinstance(choice, Selection):
+                    self._ledger.newest_step = max(self._ledger.newest_step, request.step)
+                    return choice
                 if now() >= deadline:
                     raise DeadlineExceeded(
                         f"the trainer waited {deadline_s:g} s for the explorer: "
-                        f"{self._order.missing(wanted)}. "
+                        f"{self._order.missing(request)}. "
                         "Raise buffer.trainer_input.experience_buffer.max_read_timeout if the "
                         "explorer is merely slow."
                     )
                 if not starving:
                     starving = True
-                    held.enter_context(self._limiter.starving())
-                    # groups of the open batch may come beyond the bounds now
+                    stack.enter_context(self._limiter.starving())
+                    # groups of the open batch may now exceed the bounds
                     self._changed.notify_all()
                 until = deadline
-                if found.until is not None:  # something that rests may be used again then
-                    until = min(until, now() + max(0.0, found.until - self._clock()))
-                with contextlib.suppress(TimeoutError):  # one of these is due: looked at above
+                if choice.until is not None:  # the first resting rows may be used again then
+                    until = min(until, now() + max(0.0, choice.until - self._clock()))
+                with contextlib.suppress(TimeoutError):  # the loop checks which limit passed
                     async with asyncio.timeout_at(until):
                         await self._changed.wait()
 
     @contextlib.asynccontextmanager
-    async def _about(self, step: int) -> AsyncIterator[None]:
-        """One call about a step at a time, so that a message that comes twice is a repetition, not
-        a second lease.
-        """
+    async def _step_turn(self, step: int) -> AsyncIterator[None]:
+        """Run one call about a step at a time: a repeated message must not lease again."""
         lock, calls = self._turns.get(step) or (asyncio.Lock(), 0)
         self._turns[step] = (lock, calls + 1)
         try:
@@ -256,24 +260,24 @@ class TrainerSide(BufferCore):
                 self._turns[step] = (lock, calls - 1)
 
     async def _leased(self, lineage: int, step: int) -> tuple[LeaseOrder, Selection | None]:
-        """The lease of `step`; None when it was settled before."""
+        """Return the lease of `step`; None if it was already used or discarded."""
         self._fence(lineage)
         order = self._order
         choice = order.leases.get(step)
         if (
             choice is None
-            and await self._fenced(lineage, lambda tx: settled(tx, lineage, step)) is None
+            and await self._run_fenced(lineage, lambda tx: settled(tx, lineage, step)) is None
         ):
             raise BufferFailed(f"step {step} of lineage {lineage} has no lease")
         return order, choice
 
-    async def _done(self, order: LeaseOrder, step: int, max_uses: int | None) -> None:
-        over = order.done(step, max_uses=max_uses)
+    async def _finish_lease(self, order: LeaseOrder, step: int, max_uses: int | None) -> None:
+        over = order.finish_lease(step, max_uses=max_uses)
         await self._notify()
-        await self._free(over)
+        await self._drop_payload(over)
 
-    async def _free(self, over: Sequence[WaitingGroup]) -> None:
-        """These groups are done with: frees what only memory holds.  Durable payload stays."""
+    async def _drop_payload(self, over: Sequence[WaitingGroup]) -> None:
+        """Drop the payload of finished groups if only memory holds it."""
         locators = [g.locator for g in over]
 
         def drop() -> None:
@@ -281,28 +285,30 @@ class TrainerSide(BufferCore):
             self._ledger.blocks.difference_update(locators)
 
         if over and not self._storage.durable:
-            await self._work(drop)
+            await self._run(drop)
 
-    async def _leave_out(self, order: LeaseOrder, wanted: LeaseRequest, choice: Selection) -> None:
-        """A lease goes on without the groups whose payload is gone; they are discarded."""
+    async def _drop_damaged(
+        self, order: LeaseOrder, request: LeaseRequest, choice: Selection
+    ) -> None:
+        """Discard the groups of a lease whose payload is missing or damaged."""
         ledger = self._ledger
         lineage = self._lineage
-        why = await self._work(
+        problems = await self._run(
             ledger.run, lambda tx: {g.id: ledger.damage(tx, g, rows) for g, rows in choice.picked}
         )
-        damaged = {name: what for name, what in why.items() if what is not None}
+        damaged = {name: what for name, what in problems.items() if what is not None}
         lost = [(group, rows) for group, rows in choice.picked if group.id in damaged]
         ids = [r.id for _, rows in lost for r in rows]
-        await self._fenced(
-            lineage, lambda tx: discard(tx, lineage, wanted.step, ids, DAMAGED), "buffer.explain"
+        await self._run_fenced(
+            lineage, lambda tx: discard(tx, lineage, request.step, ids, DAMAGED), "buffer.explain"
         )
-        order.lose(wanted.step, set(damaged))
-        choice.missing += len(lost) if wanted.rows is None else sum(len(rows) for _, rows in lost)
+        order.drop_groups(request.step, set(damaged))
+        choice.missing += len(lost) if request.rows is None else sum(len(rows) for _, rows in lost)
         for group, _ in lost:
             log.error("group %s is left out (%s): %s", group.id, DAMAGED, damaged[group.id])
         if not choice.picked:
             raise ShortBatch(
-                f"step {wanted.step}: the payload of all its groups is damaged, e.g. "
+                f"step {request.step}: the payload of all its groups is damaged, e.g. "
                 f"{next(iter(damaged.values()))}"
             )
 
@@ -310,40 +316,45 @@ class TrainerSide(BufferCore):
 def lease_rows(
     tx: Connection, ledger: Ledger, step: int, choice: Selection
 ) -> tuple[list[_Header], dict[str, list[ScoredRow]]]:
-    """Payload of the chosen rows, and the scored members of each of their groups; rows left out for
-    good are explained.
+    """Write the lease of the chosen rows; return their payload and the scored members of each
+    group.
+
+    Rows that the selector dropped are discarded.
     """
     lineage = ledger.lineage
     for reason, dropped in choice.dropped.items():
         discard(tx, lineage, step, [r.id for _, rows in dropped for r in rows], reason)
     blocks = ledger.storage.get([g.locator for g, _ in choice.picked], tx)
-    # locked, where the database locks rows: an edit of a reward comes before this lease or is
-    # refused
+    # lock the rows if the database can: a reward edit comes before this lease or is refused
     locked = _HEADERS if tx.dialect.name == "sqlite" else f"{_HEADERS} FOR UPDATE"
     rewards: dict[str, float | None] = {}
     hashes: dict[str, str] = {}
     scored: dict[str, list[ScoredRow]] = {}
     for part in parts([g.id for g, _ in choice.picked]):
-        for name, of, content, reward, *more in ask(tx, locked, many=part).all():
+        for name, group_id, content, reward, *more, reward_parts in ask(
+            tx, locked, many=part
+        ).all():
             rewards[name], hashes[name] = reward, content
             if reward is not None:
-                scored.setdefault(of, []).append(ScoredRow(reward, *more))
+                scored.setdefault(group_id, []).append(
+                    ScoredRow._make([reward, *more, json.loads(reward_parts)])
+                )
     chosen = []
     for (group, rows), block in sorted(
         zip(choice.picked, blocks, strict=True), key=lambda part: (part[0][0].key, part[0][0].task)
     ):
         rows = sorted(rows, key=_id)
         verify(group.locator, block, [(r.id, r.position, hashes[r.id]) for r in rows])
-        # the ledger's rewards hold, so that a row and its group's statistics never disagree
+        # use the ledger's rewards, so that a row agrees with its group's statistics
         chosen.append((block, [r.position for r in rows], [rewards[r.id] for r in rows]))
     now = time.time()
     leased = [(r.id, lineage, step, now) for _, rows in choice.picked for r in rows]
-    put_many(tx, leases, leased, replace=True)  # from here on their rewards stand
+    put_many(tx, leases, leased, replace=True)  # from now on their rewards are immutable
     return chosen, scored
 
 
 def discard(tx: Connection, lineage: int, step: int, ids: Sequence[str], reason: str) -> None:
-    """These rows are not trained, by `step`.  Repeating it is a no-op."""
+    """Record that these rows are not trained by `step`; idempotent."""
     reason = clean(reason)
     rows = [(x, lineage, step, reason) for x in ids]
     put_many(tx, explanations, rows, again="ON CONFLICT DO NOTHING")
@@ -351,7 +362,7 @@ def discard(tx: Connection, lineage: int, step: int, ids: Sequence[str], reason:
 
 
 def settled(tx: Connection, lineage: int, step: int) -> str | None:
-    """What became of the lease of `step`: "used", the reason it was explained by, or None."""
+    """Return the outcome of the lease of `step`: "used", the reason of its discard, or None."""
     if (
         tx.scalar(
             select(uses.c.step).where(uses.c.lineage == lineage, uses.c.step == step).limit(1)
@@ -361,71 +372,77 @@ def settled(tx: Connection, lineage: int, step: int) -> str | None:
         return "used"
     x = explanations.c
     of_step = and_(x.lineage == lineage, x.step == step, x.reason.not_in(DROPPED))
-    found: str | None = tx.scalar(select(x.reason).where(of_step).limit(1))
-    return found
+    reason: str | None = tx.scalar(select(x.reason).where(of_step).limit(1))
+    return reason
 
 
 def consumed(tx: Connection, ledger: Ledger, step: int) -> Consumption:
-    """What the manifest of `step` has to say; it is also written down here, for `v_lineage`."""
+    """Count the uses up to `step`, and write them to table `checkpoints` for `v_lineage`."""
     version = Version(ledger.lineage, step)
     last, num_uses, total, mixed = ledger.counted or (NO_LIMIT, 0, 0, {})
     since: tuple[int, ...] = (ledger.lineage, last)
     ancestry = {ledger.lineage: step}
-    if step < last:  # the first of this process
+    if step < last:  # no cached counts that are early enough
         since = ()
         ancestry = chain(tx, version)
         num_uses = 0
         total = 0
         mixed = {}
-    more, of_more = UseCounts(tx, *since).of(ancestry)
+    more, of_more = UseCounts(tx, *since).within(ancestry)
     num_uses = num_uses + more
     total = total + of_more
-    mixed = dict(sorted((Counter(mixed) + Counter(MixedCounts(tx, *since).of(ancestry))).items()))
+    mixed = dict(
+        sorted((Counter(mixed) + Counter(MixedCounts(tx, *since).within(ancestry))).items())
+    )
     ledger.counted = step, num_uses, total, mixed
-    found = Consumption(
+    consumption = Consumption(
         num_uses=num_uses, digest=digest(total), cursor=_cursor(tx, ledger, step), mixed=mixed
     )
-    note_checkpoint(tx, version, found)
-    return found
+    note_checkpoint(tx, version, consumption)
+    return consumption
 
 
 def _cursor(tx: Connection, ledger: Ledger, step: int) -> int:
     e = experiences.c
     first = select(func.min(experiences.c.batch))
     waiting = first.where(e.state == "available", e.batch >= ledger.none_before)
-    if ledger.settings.max_uses > 1:  # rows that wait for another use do not hold the cursor back
+    if ledger.settings.max_uses > 1:  # rows that wait for another use do not hold back the cursor
         waiting = waiting.where(
             ~counted_uses(ledger.ancestry).where(uses.c.experience == e.id).exists()
         )
     later = [
         select(t.c.experience).where(*beyond(t, ledger.lineage, step)) for t in (uses, explanations)
     ]
-    unused, *others = [tx.scalar(x) for x in (waiting, *(first.where(e.id.in_(x)) for x in later))]
-    found = [_first_open(tx, ledger, explorer) for explorer in range(ledger.settings.num_explorers)]
-    ledger.none_before = min([*found, *([] if unused is None else [unused])])
-    return min([ledger.none_before, *(int(x) for x in others if x is not None)])
+    unused, *later_batches = [
+        tx.scalar(x) for x in (waiting, *(first.where(e.id.in_(x)) for x in later))
+    ]
+    first_open = [
+        _first_open(tx, ledger, explorer) for explorer in range(ledger.settings.num_explorers)
+    ]
+    ledger.none_before = min([*first_open, *([] if unused is None else [unused])])
+    return min([ledger.none_before, *(int(x) for x in later_batches if x is not None)])
 
 
 def _first_open(tx: Connection, ledger: Ledger, explorer: int) -> int:
     b = batches.c
-    known = ledger.first_open.get(explorer, ledger.cursor)
-    mine = (
+    first = ledger.first_open.get(explorer, ledger.cursor)
+    query = (
         select(b.batch)
-        .where(b.lineage == ledger.lineage, b.explorer == explorer, b.batch >= known)
+        .where(b.lineage == ledger.lineage, b.explorer == explorer, b.batch >= first)
         .order_by(b.batch)
     )
-    # a short one ends the run, and is played again when that goes on
+    # a short batch ends the run, and a resumed run explores it again
     if ledger.settings.on_short_batch == "stop":
-        mine = mine.where(b.accepted >= b.wanted)
-    closed = tx.scalars(mine).all()
+        query = query.where(b.accepted >= b.wanted)
+    closed = tx.scalars(query).all()
     ledger.first_open[explorer] = next(
-        (n for n, batch in enumerate(closed, known) if n != batch), known + len(closed)
+        (n for n, batch in enumerate(closed, first) if n != batch), first + len(closed)
     )
     return ledger.first_open[explorer]
 
 
-def _frozen(name: str, members: Sequence[ScoredRow]) -> GroupStats:
-    """The statistics of a group, whose rewards stand from here on."""
+def _freeze_statistics(name: str, members: Sequence[ScoredRow]) -> GroupStats:
+    """Return the statistics of a group, whose rewards are immutable after the first lease."""
     for run, rewards in parted_runs(members).items():
         text = (
             "run %d of group %s: its rows were given the rewards %s; their mean counts.  Change "

@@ -1,7 +1,6 @@
-"""`rft buffer`: ask a run's experience buffer, while the run goes on or after it; needs no running
-program.
+"""`rft buffer`: read a run's experience buffer during or after the run.
 
-Every verb takes the run's folder, or with --config the file that the run was started with.
+Every verb takes the run's folder, or with --config the file that started the run.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from rft.cli.options import Json, JsonArray, one_of
 from rft.errors import BufferFailed, ConfigError, ConfigErrors
 
 if TYPE_CHECKING:
+    from rft.buffer.base import Audit
     from rft.buffer.query import Order, Questions
 
 buffer = typer.Typer(no_args_is_help=True, help="Look into a run's experience buffer.")
@@ -40,7 +40,7 @@ def _opened(run: Path | None, config: Path | None) -> AbstractContextManager[Que
 
 
 def _place(run: Path | None, config: Path | None) -> tuple[Path, str | None]:
-    """The run's folder, and the ledger's address where the configuration gives one."""
+    """Return the run's folder and the ledger's address of the configuration, if any."""
     if config is None:
         if run is None:
             raise ConfigError(
@@ -53,7 +53,7 @@ def _place(run: Path | None, config: Path | None) -> tuple[Path, str | None]:
             )
         return run, None
     from rft.config.load import stage_names
-    from rft.config.verify import check
+    from rft.preflight.check import check
 
     if (stages := stage_names(config, ())) and run is None:
         raise ConfigError(
@@ -110,7 +110,7 @@ def query(
                 print(line)
             return
         with questions.ask(sql, timeout_s=timeout) as answer:
-            if show.answer(answer, output, limit):
+            if show.print_rows(answer, output, limit):
                 print(f"the first {limit} rows; --limit 0 prints all", file=sys.stderr)
             elif "used_step" not in sql and re.search(
                 r"\bstep\s*(=|>|<|BETWEEN|IN\b)", sql, re.IGNORECASE
@@ -142,7 +142,11 @@ def export(
     tell = progress()
     with _opened(run, config) as questions:
         count = write(
-            questions, to, where=where, tokens=tokens, told=lambda n: tell(f"{n} experiences")
+            questions,
+            to,
+            where=where,
+            tokens=tokens,
+            on_progress=lambda n: tell(f"{n} experiences"),
         )
     print(f"{to}  {count} experiences, {human(to.stat().st_size)}")
 
@@ -184,20 +188,20 @@ def sample(
         )
     counts: dict[Order, int] = {"best": best, "worst": worst} if best or worst else {"random": num}
     with _opened(run, config) as questions:
-        found = [
+        experiences = [
             x
             for order, n in counts.items()
             if n
             for x in look(questions, num=n, id=id, where=where, step=step, order=order)
         ]
         if as_json:
-            print(show.as_json([show.plain(x, tokens=tokens) for x in found]))
+            print(show.as_json([show.to_json(x, tokens=tokens) for x in experiences]))
             return
         words = TokenTexts(questions.run_dir) if tokens else None
-        for x in found:
+        for x in experiences:
             for line in show.experience(x, words, colour=show.in_colour()):
                 print(line)
-    if not found:
+    if not experiences:
         print("no experience matches the condition", file=sys.stderr)
 
 
@@ -211,8 +215,9 @@ def audit(
     ] = True,
     config: Config = None,
 ) -> None:
-    """Check by files alone that nothing was lost and nothing trained twice.  Exit code 4 if
-    something was.
+    """Check by files alone that nothing was lost and nothing trained twice.
+
+    Exit code 4 if something was.
     """
     from rft.buffer import audit as audits
     from rft.buffer.query import locate
@@ -220,32 +225,35 @@ def audit(
     run_dir, url = _place(run, config)
     locate(run_dir, url)  # a wrong path is no failed audit
     try:
-        found = audits.audit_run(run_dir, payload=payload, ledger_url=url)
+        account = audits.audit_run(run_dir, payload=payload, ledger_url=url)
     except BufferFailed as e:  # there is nothing to count
         raise ConfigError(str(e), key="RUN") from e
     if as_json:
-        print(audits.as_json(found))
+        print(audits.as_json(account))
     else:
-        explained = (
-            ", ".join(f"{n} {reason}" for reason, n in sorted(found.discarded.items())) or "none"
-        )
-        rest = (f" + waiting {found.waiting}" if found.waiting else "") + " + explained"
-        print(
-            f"acknowledged {found.acked} = used {found.used} + leased {found.leased} + available "
-            f"{found.available}{rest}"
-        )
-        print(f"explained    {explained}")
-        print(f"balanced     {'yes' if found.balanced else 'NO'}")
-        print(f"used twice   {found.used_twice}")
-        print(f"checkpoint   {found.checkpoint or 'none'} ({found.manifests} manifests compared)")
-        if (then := found.after_restart) and then["used"] != found.used:
-            aside = f", {then['orphaned']} set aside" if then["orphaned"] else ""
-            rest = f"{then['used']} used, {then['available']} available{aside}"
-            print(
-                f"restart      a restart now would go back to step "
-                f"{found.checkpoint.partition(':')[2] or 0}: {rest}"
-            )
-        for problem in found.problems:
-            print(f"problem      {problem}")
-    if not found.ok:
+        _print_account(account)
+    if not account.ok:
         raise typer.Exit(4)
+
+
+def _print_account(account: Audit) -> None:
+    reasons = sorted(account.discarded.items())
+    waiting = f" + waiting {account.waiting}" if account.waiting else ""
+    print(
+        f"acknowledged {account.acked} = used {account.used} + leased {account.leased} + available "
+        f"{account.available}{waiting} + explained"
+    )
+    print(f"explained    {', '.join(f'{n} {reason}' for reason, n in reasons) or 'none'}")
+    print(f"balanced     {'yes' if account.balanced else 'NO'}")
+    print(f"used twice   {account.used_twice}")
+    print(f"checkpoint   {account.checkpoint or 'none'} ({account.manifests} manifests compared)")
+    after = account.after_restart
+    if after and after["used"] != account.used:
+        orphaned = f", {after['orphaned']} set aside" if after["orphaned"] else ""
+        print(
+            f"restart      a restart now would go back to step "
+            f"{account.checkpoint.partition(':')[2] or 0}: {after['used']} used, "
+            f"{after['available']} available{orphaned}"
+        )
+    for problem in account.problems:
+        print(f"problem      {problem}")

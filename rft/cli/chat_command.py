@@ -31,7 +31,10 @@ def chat(
     ] = 0.7,
     max_tokens: Annotated[int, typer.Option(min=1, help="of one answer")] = 512,
 ) -> None:
-    """Talk to the model of a checkpoint, or of a folder.  An empty line begins anew, Ctrl-D ends."""
+    """Talk to the model of a checkpoint, or of a folder.
+
+    An empty line starts a new conversation, Ctrl-D ends.
+    """
     from rft.cli.export_command import copy_model
     from rft.launch.stages import RECORD
 
@@ -44,21 +47,21 @@ def chat(
     elif (source / "checkpoints").is_dir() or (source / RECORD).is_file():
         with tempfile.TemporaryDirectory(prefix="rft-chat-") as aside:
             model = copy_model(source, Path(aside) / "model", step)
-            called = f"{'the newest step' if step is None else f'step {step}'} of {source}"
-            _talk(model, system, temperature, max_tokens, called)
+            title = f"{'the newest step' if step is None else f'step {step}'} of {source}"
+            _talk(model, system, temperature, max_tokens, title)
     else:
         raise ConfigError(
             "holds neither checkpoints nor a model", key="RUN | MODEL", given=str(source)
         )
 
 
-def _talk(folder: Path, system: str, temperature: float, max_tokens: int, called: str) -> None:
+def _talk(folder: Path, system: str, temperature: float, max_tokens: int, title: str) -> None:
     import torch
 
-    from rft.config.model_folder import look
     from rft.engine.base import PromptTooLong
     from rft.engine.settings import EngineSettings
     from rft.engine.transformers import TransformersEngine
+    from rft.preflight.model_folder import look
     from rft.types.ports import GenerateRequest
     from rft.types.task import SamplingArgs
 
@@ -67,7 +70,7 @@ def _talk(folder: Path, system: str, temperature: float, max_tokens: int, called
             "has no chat template, so it cannot be talked to", key="RUN | MODEL", given=str(folder)
         )
     device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
-    print(f"loading {called} on {device}", file=sys.stderr, flush=True)
+    print(f"loading {title} on {device}", file=sys.stderr, flush=True)
     length = _context(folder)
     settings = EngineSettings(
         engine_type="transformers",
@@ -81,32 +84,34 @@ def _talk(folder: Path, system: str, temperature: float, max_tokens: int, called
         cpu_threads=torch.get_num_threads(),
     )
     opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    said = list(opening)
+    messages = list(opening)
     sampling = SamplingArgs(temperature=temperature, max_tokens=min(max_tokens, length // 2))
     with asyncio.Runner() as runner:
         engine = runner.run(TransformersEngine.start(settings))
         try:
             while (line := _line()) is not None:  # in the main thread, where Ctrl-C ends it
                 if not line.strip():
-                    said = list(opening)
+                    messages = list(opening)
                     continue
-                said.append({"role": "user", "content": line})
+                messages.append({"role": "user", "content": line})
                 try:
                     (answer,) = runner.run(
-                        engine.generate(GenerateRequest(messages=tuple(said), sampling=sampling))
+                        engine.generate(
+                            GenerateRequest(messages=tuple(messages), sampling=sampling)
+                        )
                     )
                 except PromptTooLong as e:
-                    said.pop()
+                    messages.pop()
                     print(f"{e}, or begin anew with an empty line", file=sys.stderr)
                     continue
-                said.append(answer.message)
+                messages.append(answer.message)
                 print(safe(answer.text, lines=True), flush=True)
         finally:
             runner.run(engine.close())
 
 
 def _line() -> str | None:
-    """What a person says; None at the end."""
+    """Read a line from the user; None at the end."""
     try:
         return input("> " if sys.stdin.isatty() else "")
     except EOFError:
@@ -114,13 +119,8 @@ def _line() -> str | None:
 
 
 def _context(folder: Path) -> int:
-    """Tokens that the model was made for, at most 8,192."""
+    """Return the model's context length, at most 8,192 tokens."""
     from transformers import AutoConfig
 
-    made_for: int = (
-        AutoConfig.from_pretrained(folder)
-        .get_text_config()
-        .to_dict()
-        .get("max_position_embeddings", 8192)
-    )
-    return min(made_for, 8192)
+    config = AutoConfig.from_pretrained(folder).get_text_config().to_dict()
+    return min(int(config.get("max_position_embeddings", 8192)), 8192)

@@ -1,5 +1,5 @@
-"""`rft check`: what a configuration will do, without starting anything.  Exit code 0, or 2 with
-every error.
+"""`rft check`: show the effects of a configuration without starting a run.  Exit code 0, or 2 with
+errors.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rft.errors import ConfigError, SetupError
 from rft.secrets import learn_environment, redact
 
 if TYPE_CHECKING:
-    from rft.config.check_report import Report
     from rft.config.plan import Plan
+    from rft.preflight.check_report import Report
 
 
 def check(
@@ -30,6 +30,10 @@ def check(
         bool, typer.Option("--schema-only", help="only the file itself: no plugins, data or model")
     ] = False,
     as_json: Json = False,
+    show_all: Annotated[
+        bool,
+        typer.Option("--all", help="every value, the timeline, terms of the memory, prompts"),
+    ] = False,
     gpu_memory: Annotated[
         float | None,
         typer.Option(help="GiB of each GPU, to judge the estimate", show_default=False),
@@ -42,22 +46,24 @@ def check(
     ] = False,
 ) -> None:
     """Say what a configuration will do, and everything that is wrong with it; nothing is started."""
-    from rft.config import verify
-    from rft.config.check_report import Report
     from rft.config.load import stage_names
     from rft.config.plan import Facts
     from rft.config.save import start_command
+    from rft.preflight import check as preflight
+    from rft.preflight.check_report import Report
 
     learn_environment()
-    facts = Facts(gpu_memory=None if gpu_memory is None else int(gpu_memory * (1 << 30)))
+    facts = Facts()
+    if gpu_memory is not None:
+        facts = Facts(gpu_memory=int(gpu_memory * (1 << 30)), gpu_memory_declared=True)
     written = overrides or []
     try:
         stages = stage_names(config, overrides or ()) or ("",)
     except ConfigError as e:
         stages = ()
-        wrong = Report(errors=tuple(e.errors), schema_only=schema_only)
-    found = {
-        stage: verify.check(
+        invalid = Report(errors=tuple(e.errors), schema_only=schema_only)
+    reports = {
+        stage: preflight.check(
             config,
             written,
             plugin_dirs=plugin_dir or (),
@@ -66,52 +72,50 @@ def check(
             stage=stage,
         )
         for stage in stages
-    } or {"": wrong}
+    } or {"": invalid}
     seats = {
         stage: place_roles(report.plan) if report.ok else ([], "")
-        for stage, report in found.items()
+        for stage, report in reports.items()
     }
-    modes = {report.plan.mode for report in found.values() if report.plan is not None}
+    modes = {report.plan.mode for report in reports.values() if report.plan is not None}
     again = start_command(
         "serve" if modes == {"serve"} else "both", config, overrides or (), plugin_dir or ()
     )
     if as_json:
-        print(show.as_json(_json(found, seats)))
+        print(show.as_json(_json(reports, seats)))
     else:
-        for stage, report in found.items():
+        for stage, report in reports.items():
             if stage:
                 print(f"stage {stage}")
-            show_report(report, *seats[stage], config, again)
-    if not all(report.ok and not seats[stage][1] for stage, report in found.items()):
+            show_report(report, *seats[stage], config, again, show_all=show_all)
+    if not all(report.ok and not seats[stage][1] for stage, report in reports.items()):
         raise typer.Exit(2)
 
 
 def _json(
-    found: dict[str, Report], seats: dict[str, tuple[list[tuple[str, str]], str]]
+    reports: dict[str, Report], seats: dict[str, tuple[list[tuple[str, str]], str]]
 ) -> dict[str, Any]:
-    """One report, or those of all stages below "stages" with what is wrong in any of them on top."""
-    whole = []
-    for stage, report in found.items():
-        places, error = seats[stage]
-        one = {
-            **report.to_json(),
-            "placement": [{"role": role, "place": place} for role, place in places],
-        }
+    """Return one report, or those of all stages below "stages" with their messages on top."""
+    stages = []
+    for name, report in reports.items():
+        places, error = seats[name]
+        stage = report.to_json()
+        stage["placement"] = [{"role": role, "place": place} for role, place in places]
         if error:
-            one["ok"] = False
-            one["errors"].append({"key": "cluster", "given": None, "message": error})
-        whole.append({"stage_name": stage, **one} if stage else one)
-    if "" in found:
-        return whole[0]
-    both = {
-        name: [x for one in whole for x in one[name]]
-        for name in ("errors", "warnings", "notes", "needs")
+            stage["ok"] = False
+            stage["errors"].append({"key": "cluster", "given": None, "message": error})
+        stages.append({"stage_name": name, **stage} if name else stage)
+    if "" in reports:
+        return stages[0]
+    messages = {
+        kind: [x for stage in stages for x in stage[kind]]
+        for kind in ("errors", "warnings", "notes", "needs")
     }
-    return {"ok": all(one["ok"] for one in whole), **both, "plan": None, "stages": whole}
+    return {"ok": all(s["ok"] for s in stages), **messages, "plan": None, "stages": stages}
 
 
 def place_roles(plan: Plan | None) -> tuple[list[tuple[str, str]], str]:
-    """Who sits where on the declared cluster: (role, place)."""
+    """Place roles on the declared cluster: ([(role, place)], error)."""
     from rft.config.roles import explores
     from rft.launch.cluster import placement
 
@@ -138,7 +142,7 @@ def place_roles(plan: Plan | None) -> tuple[list[tuple[str, str]], str]:
 
 
 def console() -> Any:
-    """Writes to standard output, 140 columns wide where that is no terminal."""
+    """Return a console on standard output, 140 columns wide unless it is a terminal."""
     from rich.console import Console
 
     fixed = not sys.stdout.isatty() and "COLUMNS" not in os.environ
@@ -146,13 +150,18 @@ def console() -> Any:
 
 
 def show_report(
-    report: Report, seats: list[tuple[str, str]], seat_error: str, path: Path, command: str
+    report: Report,
+    seats: list[tuple[str, str]],
+    seat_error: str,
+    path: Path,
+    command: str,
+    *,
+    show_all: bool = False,
 ) -> None:
     out = console()
     errors = [*map(str, report.errors), *([f"cluster: {seat_error}"] if seat_error else [])]
     if report.ok and not errors and report.plan is not None:
-        out.print(f"[bold green]{path} is fine[/], {len(report.warnings)} warning(s); in detail:\n")
-        _show_plan(out, report, report.plan, seats)
+        _show_plan(out, report, report.plan, seats, show_all)
     for name, style, texts in (
         ("note", "dim", report.notes),
         ("warning", "yellow", report.warnings),
@@ -166,48 +175,64 @@ def show_report(
         rest = "; plugins, data and model are looked at when the keys are right" if unseen else ""
         out.print(f"[bold red]{path}: {len(errors)} error(s)[/]{rest}")
     else:
-        stage = ""
+        scope = f", {len(report.warnings)} warning(s)" if report.warnings else ""
         if report.schema_only:
-            stage = (
+            scope = (
                 f" (the file and its names; plugins, data and model were not opened): "
                 f"{report.outcome}"
             )
-        out.print(f"[bold green]{path} is fine[/]{stage}.  Start it with: {escape(command)}")
+        if report.plan is not None and not show_all:
+            out.print(
+                "--all shows every value, the timeline, the parts of the memory and prompts.",
+                style="dim",
+            )
+        out.print(f"[bold green]{path} is fine[/]{scope}.  Start it with: {escape(command)}")
 
 
-def _show_plan(out: Any, report: Report, plan: Plan, seats: list[tuple[str, str]]) -> None:
+def _show_plan(
+    out: Any, report: Report, plan: Plan, seats: list[tuple[str, str]], show_all: bool
+) -> None:
     from rft.config.describe import values
 
     assert report.config is not None
-    print_table(
-        out,
-        "values that are not the default",
-        ("key", "value", "from"),
-        [r for r in values(report.config, plan) if r[2] != "default"],
-    )
-    rows = [("run folder", str(plan.run_dir)), *[(k, v) for k, v in _summary(report, plan)], *seats]
+    rows = [("run folder", str(plan.run_dir)), *_summary(report, plan, show_all)]
+    if show_all:
+        written = [row for row in values(report.config, plan) if row[2] != "default"]
+        print_table(out, "values that are not the default", ("key", "value", "from"), written)
+        rows += seats
     print_table(out, "what will happen", ("", ""), rows)
+    if not show_all and plan.derived:
+        out.print("[italic]derived values[/]")
+        for reason, keys in _derived(plan):
+            out.print(escape(f"{keys}: {reason}"))
+        out.print()
     if report.memory:
-        print_table(
-            out,
-            "memory and disk at the peak (docs/concepts/memory.md)",
-            ("role", "estimate", "of which"),
-            _memory(report),
-        )
+        title = "memory and disk at the peak (docs/concepts/memory.md)"
+        memory = _memory(report)
+        if show_all:
+            print_table(out, title, ("role", "estimate", "of which"), memory)
+        else:
+            print_table(out, title, ("", ""), [row[:2] for row in memory])
+    if show_all:
+        _show_prompts(out, report)
+
+
+def _derived(plan: Plan) -> list[tuple[str, str]]:
+    """Return a row for each reason, with the keys that follow from it."""
+    keys: dict[str, list[str]] = {}
+    for d in {d.key: d for d in plan.derived}.values():
+        section_and_key = ".".join(d.key.split(".")[-2:])
+        keys.setdefault(d.reason, []).append(f"{section_and_key} {d.value}")
+    return [(reason, ", ".join(texts)) for reason, texts in keys.items()]
+
+
+def _show_prompts(out: Any, report: Report) -> None:
     for t in report.tasksets:
         for row in t.rows:
-            gold = f", gold answer {row.truth!r}" + (
-                f" scores {row.gold_reward:g}" if row.gold_reward is not None else ""
-            )
-            count = f", {row.tokens} tokens" if row.tokens is not None else ""
-            out.print(
-                f"[bold]{escape(t.name)}\\[{row.index}][/] of "
-                f"{t.num_rows}{count}{escape(gold) if row.truth is not None else ''}"
-            )
-            out.print(
-                f"  {escape(row.prompt if len(row.prompt) < 800 else row.prompt[:797] + '...')!s}",
-                style="cyan",
-            )
+            tokens = f", {row.tokens} tokens" if row.tokens is not None else ""
+            out.print(f"[bold]{escape(t.name)}\\[{row.index}][/]{tokens}{escape(_gold(row))}")
+            prompt = row.prompt if len(row.prompt) < 800 else row.prompt[:797] + "..."
+            out.print(f"  {escape(prompt)!s}", style="cyan")
         if t.workflows:
             added = escape(", ".join(t.workflows))
             out.print(
@@ -217,8 +242,15 @@ def _show_plan(out: Any, report: Report, plan: Plan, seats: list[tuple[str, str]
             )
 
 
+def _gold(row: Any) -> str:
+    if row.truth is None:
+        return ""
+    score = "" if row.gold_reward is None else f" scores {row.gold_reward:g}"
+    return f", gold answer {row.truth!r}{score}"
+
+
 def _memory(report: Report) -> list[tuple[str, str, str]]:
-    """A row for each kind of role; roles that are alike stand together."""
+    """Return a row for each group of roles with equal estimates."""
     rows: dict[tuple[str, str], list[str]] = {}
     where = {"cpu": "", "cuda": " of a GPU", "disk": " of disk"}
     for r in report.memory:
@@ -235,124 +267,126 @@ def _memory(report: Report) -> list[tuple[str, str, str]]:
     ]
 
 
-def _summary(report: Report, plan: Plan) -> list[tuple[str, str]]:
-    from rft.config.check_report import step
+def _summary(report: Report, plan: Plan, show_all: bool) -> list[tuple[str, str]]:
+    from rft.preflight.check_report import step
 
     s = step(plan, report.tasksets)
-    if plan.trainer.alone:
-        return _offline(s, plan) + _model_and_rows(report)
-    engine = plan.engines[0]
-    tokens = (
-        f"at most {s['max_generated_tokens']:,} tokens generated by one model call of each run"
-        + (
-            f" after about {s['prompt_tokens']:,} tokens of prompts"
-            if s["prompt_tokens"] is not None
-            else ""
-        )
-    )
-    unknown = (
-        "until it is stopped" if plan.serve is not None else "known once the tasksets are opened"
-    )
-    steps = f"{s['train_steps']} train steps" if s["train_steps"] is not None else unknown
-    epochs = (
-        f", {s['epochs']:g} epochs in {s['explore_steps']} explore steps"
-        if s["epochs"] is not None
-        else ""
-    )
-    found = [
-        ("steps", steps + epochs),
-        ("each step", f"{s['tasks']} tasks, {s['experiences']} experiences, {tokens}"),
-        ("weights", s["sync"]),
-        (
-            "",
-            "\n".join(
-                ["if an explore step takes as long as the train steps it feeds:", *s["timeline"]]
-            ),
-        ),
-        ("staleness", _staleness(plan.staleness_bound)),
-        (
-            "engines",
-            f"{len(plan.engines)} x {engine.engine_type} on {engine.device}, {engine.dtype}, "
-            f"{engine.max_model_len} tokens",
-        ),
-        (
-            "trainer",
-            f"{plan.learner.world_size} rank(s) on {plan.learner.device}, {plan.learner.dtype}, lr "
-            f"{plan.learner.optim.lr:g}",
-        ),
-        (
-            "loss",
-            f"{plan.learner.algorithm.advantage_fn} advantages, "
-            f"{plan.learner.algorithm.policy_loss_fn} loss, KL "
-            f"{plan.learner.algorithm.kl_loss_fn}, {plan.learner.algorithm.loss_agg_mode}",
-        ),
-    ]
-    return found + _model_and_rows(report)
-
-
-def _offline(s: dict[str, Any], plan: Plan) -> list[tuple[str, str]]:
     learner = plan.learner
-    epochs = f", {s['epochs']:g} epochs" if s["epochs"] is not None else ""
-    tokens = (
-        f", about {s['tokens']:,} tokens, {s['trained_tokens']:,} of them trained"
-        if s["tokens"] is not None
-        else ""
-    )
-    steps = (
-        f"{s['train_steps']} train steps"
-        if s["train_steps"] is not None
-        else "known once the data set is opened"
-    )
-    return [
-        ("steps", steps + epochs),
-        (
-            "each step",
-            f"{s['rows']} {s['kind']}{tokens}"
-            if s["rows"]
-            else f"the rows that it used in {plan.trainer.replay_run}",
-        ),
+    parts = learner.algorithm
+    advantages = "" if plan.trainer.alone else f"advantages {parts.advantage_fn}, "
+    end = [
         (
             "trainer",
-            f"{learner.world_size} rank(s) on {learner.device}, {learner.dtype}, lr "
+            f"{counted(learner.world_size, 'rank')} on {learner.device}, {learner.dtype}, lr "
             f"{learner.optim.lr:g}",
         ),
         (
             "loss",
-            f"{learner.algorithm.policy_loss_fn}, KL {learner.algorithm.kl_loss_fn}, "
-            f"{learner.algorithm.loss_agg_mode}",
+            f"{advantages}policy loss {parts.policy_loss_fn}, KL {parts.kl_loss_fn}, {parts.loss_agg_mode}",
         ),
+        *_model_and_rows(report),
     ]
+    if plan.trainer.alone:
+        return _offline(s, plan) + end
+    engine = plan.engines[0]
+    unknown = (
+        "until it is stopped" if plan.serve is not None else "known once the tasksets are opened"
+    )
+    steps = counted(s["train_steps"], "train step") if s["train_steps"] is not None else unknown
+    if s["epochs"] is not None:
+        steps += f", {_epochs(s['epochs'])} in {counted(s['explore_steps'], 'explore step')}"
+    answers = (
+        f"{counted(s['tasks'], 'task')}, {counted(s['experiences'], 'answer')}, at most "
+        f"{s['max_generated_tokens']:,} new tokens in all"
+    )
+    if s["prompt_tokens"] is not None:
+        answers += f", plus about {_rounded(s['prompt_tokens'])} prompt tokens"
+    picture = ["if exploring takes as long as training:", *s["timeline"]]
+    return [
+        ("steps", steps),
+        ("each step", answers),
+        ("weights", s["sync"]),
+        *([("", "\n".join(picture))] if show_all else []),
+        ("staleness", _staleness(plan.staleness_bound)),
+        (
+            "engines",
+            f"{len(plan.engines)} x {engine.engine_type} on {engine.device}, {engine.dtype}, "
+            f"context of {engine.max_model_len} tokens",
+        ),
+        *end,
+    ]
+
+
+def _offline(s: dict[str, Any], plan: Plan) -> list[tuple[str, str]]:
+    epochs = f", {_epochs(s['epochs'])}" if s["epochs"] is not None else ""
+    tokens = (
+        f", about {_rounded(s['tokens'])} tokens, {_rounded(s['trained_tokens'])} of them trained"
+        if s["tokens"] is not None
+        else ""
+    )
+    steps = (
+        counted(s["train_steps"], "train step")
+        if s["train_steps"] is not None
+        else "known once the data set is opened"
+    )
+    rows = (
+        f"{s['rows']} {s['kind']}{tokens}"
+        if s["rows"]
+        else f"the rows that it used in {plan.trainer.replay_run}"
+    )
+    return [("steps", steps + epochs), ("each step", rows)]
+
+
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # of safetensors
+LAYOUTS = {
+    "shared": "prompts are computed once per group",
+    "packed": "rows are packed one after the other",
+    "padded": "rows are padded to the longest",
+}
 
 
 def _model_and_rows(report: Report) -> list[tuple[str, str]]:
-    found = []
+    rows = []
     model = report.model
     if model:
-        found.append(
-            (
-                "model",
-                f"{model['type']}, {model['parameters']:,} parameters stored as {model['stored']}",
-            )
-        )
+        dtype = DTYPES.get(model["stored"], model["stored"])
+        size = f"{_short(model['parameters'])} parameters, stored in {dtype}"
+        rows.append(("model", f"{model['type']}, {size}"))
     if "row_layout" in model:
-        found.append(
-            (
-                "rows",
-                f"{model['row_layout']}: {model['row_layout_why']}; compared with plain rows when "
-                f"the model is loaded",
-            )
-        )
-    found += [
-        (f"{'evaluation' if t.is_eval else 'training'} set", f"{t.name}: {t.num_rows:,} rows")
-        for t in report.tasksets
-    ]
-    return found
+        layout = f"{LAYOUTS[model['row_layout']]} (checked against plain rows at start)"
+        rows.append(("rows", layout))
+    for t in report.tasksets:
+        sample = f"; first row{_gold(t.rows[0])}" if t.rows and t.rows[0].truth is not None else ""
+        kind = "evaluation" if t.is_eval else "training"
+        rows.append((f"{kind} set", f"{t.name}: {counted(t.num_rows, 'row')}{sample}"))
+    return rows
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _epochs(number: float) -> str:
+    return f"{number:g} epoch{'' if number == 1 else 's'}"
+
+
+def _rounded(number: int) -> str:
+    """Return two significant digits, 1,408 as 1,400."""
+    return f"{int(float(f'{number:.1e}')):,}"
+
+
+def _short(number: int) -> str:
+    """Return 134,515,008 as 135M."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
 
 
 def _staleness(bound: int | None) -> str:
     if bound is None:
         return "no bound (synchronizer.max_staleness sets one)"
-    return f"at most {bound} train steps" + (" (on-policy)" if bound == 0 else "")
+    return "none: on-policy" if bound == 0 else f"at most {counted(bound, 'train step')}"
 
 
 def print_table(out: Any, title: str, head: tuple[str, ...], rows: list[Any]) -> None:
@@ -367,7 +401,3 @@ def print_table(out: Any, title: str, head: tuple[str, ...], rows: list[Any]) ->
         table.add_row(*[escape(str(c)) for c in row])
     out.print(table)
     out.print()
-
-
-if __name__ == "__main__":
-    typer.run(check)

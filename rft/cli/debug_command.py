@@ -1,7 +1,6 @@
-"""`rft debug`: play one task of a configuration, or score one answer to it, and show everything
-that happens.
+"""`rft debug`: play one task, score one answer, or repeat one train step, with all details.
 
-Without Ray, trainer and buffer, in this process: breakpoints work.  Exit code 4 where a run failed.
+Without Ray, in this process, so breakpoints work.  Exit code 4 if a run failed.
 """
 
 from __future__ import annotations
@@ -94,8 +93,8 @@ def workflow(
     `openai` asks a server (its key is in OPENAI_API_KEY).  Auxiliary models are started when they
     are first called.
     """
-    from rft.config.second_stage import policy_files
     from rft.launch import debug_session
+    from rft.preflight.second_stage import policy_files
 
     one_of(engine, ENGINES, "--engine")
     if say and engine != "scripted":
@@ -116,11 +115,11 @@ def workflow(
     elif engine != "scripted":
         policy_files(plan)
         settings = debug_session.policy_settings(plan, engine)
-    one = _task(plan, taskset, task, counts=engine in ("transformers", "vllm"))
+    played = _task(plan, taskset, task, counts=engine in ("transformers", "vllm"))
     if settings is None:
-        one = _unlimited(one)
-    policy = settings or debug_session.scripted(say or (), one.truth, runs)
-    _play(plan, one, policy, runs, judge or (), timeout, tokens=tokens)
+        played = _unlimited(played)
+    policy = settings or debug_session.scripted(say or (), played.truth, runs)
+    _play(plan, played, policy, runs, judge or (), timeout, tokens=tokens)
 
 
 @debug.command("reward")
@@ -155,62 +154,64 @@ def reward(
 
     learn_environment()
     plan = planned(config, overrides, plugin_dir, stage)
-    one = _unlimited(_task(plan, taskset, task, counts=False))
-    if one.reward is None:
+    scored = _unlimited(_task(plan, taskset, task, counts=False))
+    if scored.reward is None:
         raise ConfigError(
             "names no reward, so its workflow scores itself; use `rft debug workflow --say TEXT`",
-            key=f"taskset {one.taskset}",
+            key=f"taskset {scored.taskset}",
         )
     policy = ScriptedModel(per_run=[[a] for a in answer])
-    _play(plan, one, policy, len(answer), judge or (), timeout, workflow=OneAnswer, explain=explain)
+    _play(
+        plan, scored, policy, len(answer), judge or (), timeout, workflow=OneAnswer, explain=explain
+    )
 
 
 def _task(plan: Plan, name: str | None, number: int, *, counts: bool) -> Task:
-    """Task `number`; prompts are counted only where there is a model whose tokens count."""
+    """Return task `number`; `counts`: limit prompts by the tokens of the model."""
     from rft.taskset.task_pipeline import opened
 
-    found = tasksets(plan)
-    if not found:
+    by_name = tasksets(plan)
+    if not by_name:
         raise ConfigError("has no taskset to take a task from", key="buffer.explorer_input")
-    settings = found[one_of(name or next(iter(found)), list(found), "--taskset")]
+    settings = by_name[one_of(name or next(iter(by_name)), list(by_name), "--taskset")]
     settings = settings if counts else dataclasses.replace(settings, prompt_limit=None)
     return task_of(opened(settings, plan.task_pipeline), number, "--task")
 
 
 def _unlimited(task: Task) -> Task:
-    """The limits count tokens, and a script's are bytes."""
+    """Remove limits of tokens, because the tokens of a script are bytes."""
     return msgspec.structs.replace(
         task, sampling=msgspec.structs.replace(task.sampling, max_tokens=1 << 20, min_tokens=0)
     )
 
 
-def _judges(plan: Plan, given: Sequence[str]) -> dict[str, ChatModel]:
-    """--judge: names of auxiliary models, and what stands in their place."""
+def _judges(plan: Plan, options: Sequence[str]) -> dict[str, ChatModel]:
+    """Return replacements of auxiliary models by name, from values of --judge."""
     replaced: dict[str, ChatModel] = {}
-    for text in given:
-        found = _JUDGE.fullmatch(text)
-        if found is None:
+    for text in options:
+        match = _JUDGE.fullmatch(text)
+        if match is None:
             raise ConfigError(
                 "write scripted:TEXT, fake:NUMBER, or NAME= and one of these",
                 key="--judge",
                 given=text,
             )
-        names = [found["name"]] if found["name"] else [n for m in plan.auxiliary for n in m.names]
-        replaced |= dict.fromkeys(names, _stand_in(found["how"], found["says"]))
+        names = [match["name"]] if match["name"] else [n for m in plan.auxiliary for n in m.names]
+        replaced |= dict.fromkeys(names, _stand_in(match["how"], match["says"]))
     return replaced
 
 
-def _stand_in(how: str, says: str) -> ChatModel:
+def _stand_in(kind: str, text: str) -> ChatModel:
     from rft.testing.fakes import ScriptedModel
     from rft.testing.judge import FakeJudge
 
-    if how == "scripted":
-        return ScriptedModel(answer=lambda _: says)
+    if kind == "scripted":
+        return ScriptedModel(answer=lambda _: text)
     try:
-        return FakeJudge(float(says))
+        return FakeJudge(float(text))
     except ValueError:
         raise ConfigError(
-            "fake: is followed by the number that the judge gives", key="--judge", given=says
+            "fake: is followed by the number that the judge gives", key="--judge", given=text
         ) from None
 
 
@@ -238,18 +239,14 @@ def _play(
             plan, lambda text: print(f"starting {text}", file=sys.stderr, flush=True)
         )
         try:
-            played_by = (
-                await models.policy(policy) if isinstance(policy, EngineSettings) else policy
-            )
-            beside = models.auxiliary(replaced)
-            args: dict[str, Any] | None = {} if workflow is not None else None
+            model = await models.policy(policy) if isinstance(policy, EngineSettings) else policy
             return await run_workflow_async(
                 workflow,
                 task,
-                played_by,
-                models=beside,
+                model,
+                models=models.auxiliary(replaced),
                 n=runs,
-                workflow_args=args,
+                workflow_args={} if workflow is not None else None,
                 timeout_s=timeout_s,
                 may_fail=True,
             )
@@ -275,14 +272,12 @@ def _decoder(settings: EngineSettings) -> Any:
 def _in_vllms_environment(
     plan: Plan, policy: ChatModel | EngineSettings, replaced: Mapping[str, Any]
 ) -> None:
-    """Where a model may be vLLM's: the rest of this command in its own process, which ends this
-    one.
-    """
+    """If a model is vLLM's, run this command in a process with vLLM's environment, and exit."""
     from rft.launch import debug_session, leftovers
 
-    found = [policy] if isinstance(policy, EngineSettings) else []
-    found += [m.engines[0] for m in plan.auxiliary if not set(m.names) & set(replaced)]
-    vllm = next((e for e in found if e.engine_type == "vllm"), None)
+    engines = [policy] if isinstance(policy, EngineSettings) else []
+    engines += [m.engines[0] for m in plan.auxiliary if not set(m.names) & set(replaced)]
+    vllm = next((e for e in engines if e.engine_type == "vllm"), None)
     if vllm is not None and leftovers.RUN_ID not in os.environ:
         sys.stdout.flush()
         raise typer.Exit(
@@ -302,16 +297,15 @@ def step(
     """Train one step of a run again, from the checkpoint before it and on its rows, and show the
     loss of every row.
     """
-    from rft.cli.show import as_json as dumped
-    from rft.cli.show import table
+    from rft.cli import show
     from rft.launch.step_again import again
 
     learn_environment()
-    found = again(
+    repeated = again(
         run, number, overrides or (), lambda text: print(text, file=sys.stderr, flush=True)
     )
     if as_json:
-        print(dumped(dataclasses.asdict(found)))
+        print(show.as_json(dataclasses.asdict(repeated)))
         return
     heads = ("row", "reward", "advantage", "tokens", "loss", "new - sampler's log-prob")
     cells = [
@@ -323,12 +317,12 @@ def step(
             f"{r.loss:.6f}",
             f"{r.apart:.2e}",
         ]
-        for r in sorted(found.rows, key=lambda r: -abs(r.loss))
+        for r in sorted(repeated.rows, key=lambda r: -abs(r.loss))
     ]
-    print("\n".join(table(heads, cells, (False, True, True, True, True, True))))
+    print("\n".join(show.table(heads, cells, (False, True, True, True, True, True))))
     print(
-        f"\nstep {found.step}, trained again from {found.begun_from}; losses of its rows add up to "
-        f"{sum(r.loss for r in found.rows):.6f}"
+        f"\nstep {repeated.step}, trained again from {repeated.begun_from}; losses of its rows add up "
+        f"to {sum(r.loss for r in repeated.rows):.6f}"
     )
-    for name, (now, then) in found.numbers.items():
+    for name, (now, then) in repeated.numbers.items():
         print(f"  {name:26} {now:.8g}" + ("" if then is None else f"  the run wrote {then:.8g}"))

@@ -1,10 +1,9 @@
-"""`rft eval`: how good a model is on a taskset, without a configuration file.  It writes one, and
-runs it in mode bench.
-"""
+"""`rft eval`: evaluate a model on a taskset, by a written configuration in mode bench."""
 
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from datetime import datetime
 from pathlib import Path
@@ -43,7 +42,9 @@ def evaluate(
     engine: Annotated[str, typer.Option(help=", ".join(ENGINES))] = "transformers",
     out: Annotated[
         Path,
-        typer.Option("-o", "--out", help="folder of runs; this one is OUT/rft/eval/MODEL-TIME"),
+        typer.Option(
+            "-o", "--out", help="folder of runs; this one is OUT/rft/eval/MODEL-TASKSET-TIME"
+        ),
     ] = Path("runs"),
     plugin_dir: PluginDirs = None,
 ) -> None:
@@ -51,8 +52,10 @@ def evaluate(
     from rft.cli.run_command import run
 
     one_of(engine, ENGINES, "--engine")
+    source, _, function = taskset.partition(":")
+    name = re.sub(r"\W+", "-", function or Path(source).stem).strip("-") or "tasks"
     tasks: dict[str, Any] = {
-        "name": "tasks",
+        "name": name,
         "path": taskset,
         "split": split,
         "repeat_times": runs,
@@ -65,7 +68,7 @@ def evaluate(
     tree = {
         "mode": "bench",
         "group": "eval",
-        "name": f"{model.resolve().name}-{datetime.now():%Y%m%d-%H%M%S}",
+        "name": f"{model.resolve().name}-{name}-{datetime.now():%Y%m%d-%H%M%S}",
         "checkpoint_root_dir": str(out.absolute()),
         "model": {"model_path": str(model), **lengths},
         "buffer": {

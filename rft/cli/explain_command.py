@@ -1,5 +1,4 @@
-"""`rft explain`: one configuration key in words; `rft plugins`: what a configuration can name, and
-where each thing comes from.
+"""`rft explain`: describe a configuration key; `rft plugins`: list what a configuration can name.
 
 Exit code 2 for an unknown key or kind.
 """
@@ -43,11 +42,11 @@ def explain(
     from rft.plugins import extra_entries, load_entry
 
     entry = extra_entries("explain").get("names")  # with the names of other tools
-    found = (load_entry(entry) if entry else describe)(key)
+    descriptions = (load_entry(entry) if entry else describe)(key)
     if as_json:
-        print(json.dumps([d.to_json() for d in found], indent=1, ensure_ascii=False))
+        print(json.dumps([d.to_json() for d in descriptions], indent=1, ensure_ascii=False))
         return
-    for d in found:
+    for d in descriptions:
         rows = [
             ("", d.meaning),
             ("asked for", f"{d.asked}{f' ({d.note})' if d.note else ''}" if d.asked else ""),
@@ -55,10 +54,9 @@ def explain(
             ("unit", d.unit),
             ("default", d.default),
             ("allowed", ", ".join(d.allowed)),
+            ("belongs to", d.belongs_to),
             ("read by", d.used_by),
-            ("active", d.active if d.type else ""),
             ("on resume", d.on_resume),
-            ("also written", ", ".join(d.also)),
             ("veRL", ", ".join(d.verl) or "none"),
             ("Trinity-RFT", d.trinity),
             ("keys below", ", ".join(d.below)),
@@ -95,7 +93,8 @@ def plugins(
 
 
 def listed(plugin_dirs: list[str], kind: str | None) -> list[dict[str, str | bool | list[str]]]:
-    """One row per plugin: kind, name, what it is (first line of its docstring), arguments, source.
+    """Return one row per plugin: kind, name, first line of its docstring, arguments, source.
+
     Raises ConfigError, PluginError.
     """
     import rft.plugins as registry
@@ -117,7 +116,7 @@ def listed(plugin_dirs: list[str], kind: str | None) -> list[dict[str, str | boo
         }
         for p in registry.REGISTRY.all()
     ]
-    known = {(r["kind"], r["name"]) for r in rows}
+    registered = {(r["kind"], r["name"]) for r in rows}
     rows += [
         {
             "kind": "engine",
@@ -128,7 +127,7 @@ def listed(plugin_dirs: list[str], kind: str | None) -> list[dict[str, str | boo
             "built_in": True,
         }
         for n, where in BUILT_IN.items()
-        if ("engine", n) not in known
+        if ("engine", n) not in registered
     ]
     rows.sort(key=lambda r: (r["kind"], r["name"]))
     kinds = sorted({str(r["kind"]) for r in rows})

@@ -14,14 +14,17 @@ from rft.cli.options import RunDir
 from rft.errors import CheckpointInvalid, ConfigError, SetupError
 
 if TYPE_CHECKING:
-    from rft.trainer.manifest import Manifest
+    from rft.trainer.checkpoint.manifest import Manifest
 
 
 def export(
     run_dir: RunDir,
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="new folder for the model", show_default=False)
-    ],
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="new folder for the model; default: RUN-model", show_default=False
+        ),
+    ] = None,
     step: Annotated[
         int | None, typer.Option(help="train step; default: the newest", show_default=False)
     ] = None,
@@ -41,6 +44,7 @@ def export(
     """Write the verified Hugging Face model of a checkpoint; with LoRA the adapter is added to the
     weights.
     """
+    out = out or run_dir.absolute().with_name(f"{run_dir.absolute().name}-model")
     print(
         copy_model(run_dir, out, step, best=best, mode="min" if lowest else "max", adapter=adapter)
     )
@@ -55,22 +59,21 @@ def copy_model(
     mode: Literal["max", "min"] = "max",
     adapter: bool = False,
 ) -> Path:
-    """Write to `out`, which must not exist yet; it appears whole or not at all.
+    """Write the model atomically to the new folder `out`.
 
-    The checkpoint's own Hugging Face folder is copied where it has one; else its parts are put
-    together, one tensor in memory at a time.  `adapter`: only what was trained of it.  The folder
-    of a program stands for that of its last finished stage. Raises ConfigError for a wrong folder
-    or step, CheckpointInvalid naming the file that is not what the manifest says.
+    Copies the checkpoint's Hugging Face folder, or assembles it one tensor at a time.  `adapter`: the
+    trained adapter alone.  A program's folder means its last finished stage.  Raises ConfigError for
+    a wrong folder or step, CheckpointInvalid naming a file that does not match the manifest.
     """
     from rft.monitor.monitor import FILE as METRICS
-    from rft.trainer import manifest as manifests
-    from rft.trainer.checkpoints import age, best_step
+    from rft.trainer.checkpoint import manifest as manifests
+    from rft.trainer.checkpoint.checkpoints import BestSteps, age
 
     run_dir, folders = _with_model(run_dir, adapter)
     if best is not None:
         if step is not None:
             raise ConfigError("--best is given too; name one of them", key="--step", given=step)
-        if (step := best_step(run_dir / METRICS, best, mode, folders)) is None:
+        if (step := BestSteps(run_dir / METRICS, best, mode).best(folders)) is None:
             steps = ", ".join(map(str, folders))
             raise ConfigError(
                 f"{best} has no value at the steps of the checkpoints ({steps})",
@@ -96,29 +99,29 @@ def copy_model(
         _fill(manifest, aside, adapter=adapter)
         aside.rename(out)
     except OSError as e:
-        gone = (
-            ""
-            if chosen.is_dir()
-            else f"{chosen} was removed meanwhile (trainer.max_checkpoints_to_keep); export again"
-        )
-        raise SetupError(gone or f"{out} cannot be written: {e.strerror}") from e
+        message = f"{out} cannot be written: {e.strerror}"
+        if not chosen.is_dir():
+            message = (
+                f"{chosen} was removed meanwhile (trainer.max_checkpoints_to_keep); export again"
+            )
+        raise SetupError(message) from e
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return out
 
 
 def _say(text: str, size: int) -> None:
-    """What a copy of `size` bytes is about, where it takes seconds."""
+    """Print a message about a copy of `size` bytes, if it takes seconds."""
     if size > 200e6:
         print(text, file=sys.stderr, flush=True)
 
 
 def _with_model(run_dir: Path, adapter: bool) -> tuple[Path, dict[int, Path]]:
-    """The folder of the run, or of a program's last finished stage, and its checkpoints with a
-    model, or adapter, by step.
+    """Return the folder of the run or of a program's last finished stage, and its checkpoints with a
+    model (or adapter) by step.
     """
     from rft.launch import stages
-    from rft.trainer import manifest as manifests
+    from rft.trainer.checkpoint import manifest as manifests
 
     if stages.record(run_dir):
         if not (done := stages.read(run_dir)):
@@ -156,6 +159,6 @@ def _fill(manifest: Manifest, aside: Path, *, adapter: bool) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(manifest.folder / name, target)
         return
-    from rft.trainer.hf_folder import assemble
+    from rft.trainer.checkpoint.hf_folder import assemble
 
     assemble(manifest.folder / "trainer", aside)

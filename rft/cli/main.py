@@ -1,8 +1,8 @@
-"""The program `rft`: finds the verb, imports its file alone, turns errors into messages and exit
+"""The program `rft`: import the file of the requested verb, turn errors into messages and exit
 codes.
 
-Knows no verb's inside.  The one invariant: people's mistakes and failed runs end with a message and
-their exit code, never with a traceback; everything else is a bug and ends with one (exit code 4).
+Invariant: user errors and failed runs end with a message and their exit code, without a traceback;
+any other error is a bug and ends with a traceback (exit code 4).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -22,7 +22,7 @@ from rft.cli.verbs import all_verbs
 from rft.errors import DiskFull, Interrupted, PluginStopped, RayFailed, RftError, RunFailed, is_ours
 from rft.files.disk import full, is_full
 from rft.plugins import load_entry
-from rft.secrets import learn_environment, redact
+from rft.secrets import learn_environment, redact, safe
 from rft.worker.blocked import name_what_blocks
 
 _OF_THE_MACHINE = {
@@ -42,31 +42,19 @@ EXIT_CODES = "Exit codes: 0 done, 2 configuration, 3 environment, 4 run failed, 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script; ends the process."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given
-    given = [a for a in given if a != "--debug"]
-    asked = (
-        os.environ["COMP_WORDS"].split()[1:]
-        if "_RFT_COMPLETE" in os.environ and "COMP_WORDS" in os.environ
-        else given
-    )
-    _open_streams()
-    # bars of other libraries are for people; one whose reader has gone waits for ever
-    if not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    try:
-        Path.cwd()
-    except OSError as e:
-        _tell(
-            f"ConfigError: the current folder cannot be used: {e.strerror}; change into one that "
-            f"is there"
-        )
-        sys.exit(2)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    arguments = [a for a in arguments if a != "--debug"]
+    words = arguments
+    if "_RFT_COMPLETE" in os.environ and "COMP_WORDS" in os.environ:
+        words = os.environ["COMP_WORDS"].split()[1:]
+    _prepare_process()
     over = name_what_blocks(
         lambda text: print(f"rft: {text}", file=sys.stderr, flush=True), _end_check
     )
     try:
-        make(next((a for a in asked if not a.startswith("-")), ""))(args=given, prog_name="rft")
+        verb = next((w for w in words if not w.startswith("-")), "")
+        make(verb)(args=arguments, prog_name="rft")
     except SystemExit as e:
         if (frame := _of_a_plugin(e)) is not None:
             _tell(
@@ -79,8 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             traceback.print_exc()
         _tell(f"{type(e).__name__}: {e}")
         if isinstance(e, Interrupted | RayFailed):
-            # All of ours is closed by now; the exit handlers of Ray would wait for one that does
-            # not answer.
+            # parts are closed by now; Ray's exit handlers would wait for an answer of Ray
             sys.stdout.flush()
             os._exit(e.exit_code)
         sys.exit(e.exit_code)
@@ -88,54 +75,94 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _tell(f"RunFailed: {e}; a plugin must not end the program")
         sys.exit(4)
     except BrokenPipeError:
-        _drop_output()  # its reader (head, less) has gone
+        _drop_output()  # its reader (head, less) has ended
         sys.exit(0)
     except KeyboardInterrupt:
         sys.exit(130)
     except BaseException as e:
-        if is_full(e):
-            _drop_output()
-            _tell(f"DiskFull: {full(e, 'the output')}")
-            sys.exit(DiskFull.exit_code)
-        if isinstance(e, MemoryError) and not debug:
-            _tell(
-                "SetupError: there is not enough memory, or a limit (`ulimit -v`) does not allow "
-                "more; --debug shows where"
-            )
-            sys.exit(3)
-        if (
-            isinstance(e, OSError)
-            and e.filename is not None
-            and e.errno in _OF_THE_MACHINE
-            and not debug
-        ):
-            _tell(
-                f"SetupError: {os.fspath(e.filename)!r}: {e.strerror}; --debug shows where it was "
-                f"needed"
-            )
-            sys.exit(3)
-        first = (
-            ""
-            if (frame := _of_a_plugin(e)) is None
-            else f"Look at {frame} first, which is no part of rft.  "
-        )
-        _tell(
-            f"{traceback.format_exc()}{first}This is a bug in rft, or in a plugin; please report "
-            f"it with the lines above."
-        )
-        sys.exit(4)
+        sys.exit(_report_unexpected(e, debug))
     finally:
         over.set()
 
 
-def _end_check(why: str) -> None:
-    _tell(f"RunFailed: the check of the configuration hangs: {why}")
+def _prepare_process() -> None:
+    _open_streams()
+    _refuse_exits_of_plugins()
+    # progress bars are for people; a bar blocks forever if its reader has ended
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        Path.cwd()
+    except OSError as e:
+        _tell(
+            f"ConfigError: the current folder cannot be used: {e.strerror}; change into one that "
+            f"is there"
+        )
+        sys.exit(2)
+
+
+def _report_unexpected(error: BaseException, debug: bool) -> int:
+    """Print an error that is not an RftError, and return the exit code."""
+    if is_full(error):
+        _drop_output()
+        _tell(f"DiskFull: {full(error, 'the output')}")
+        return DiskFull.exit_code
+    if isinstance(error, MemoryError) and not debug:
+        _tell(
+            "SetupError: there is not enough memory, or a limit (`ulimit -v`) does not allow more; "
+            "--debug shows where"
+        )
+        return 3
+    if (
+        isinstance(error, OSError)
+        and error.errno in _OF_THE_MACHINE
+        and error.filename is not None
+        and not debug
+    ):
+        _tell(
+            f"SetupError: {os.fspath(error.filename)!r}: {error.strerror}; --debug shows where it "
+            f"was needed"
+        )
+        return 3
+    frame = _of_a_plugin(error)
+    first = "" if frame is None else f"Look at {frame} first, which is no part of rft.  "
+    _tell(
+        f"{traceback.format_exc()}{first}This is a bug in rft, or in a plugin; please report it "
+        f"with the lines above."
+    )
+    return 4
+
+
+def _refuse_exits_of_plugins() -> None:
+    """End this process with code 4 and a message where a plugin calls `os._exit`, which no `finally`
+    sees: 0 means that the program has finished.
+    """
+    leave = os._exit
+    process = os.getpid()
+
+    def exit_of(status: int) -> NoReturn:
+        caller = sys._getframe(1)
+        file = caller.f_code.co_filename
+        if os.getpid() == process and not is_ours(file):
+            _tell(
+                f"RunFailed: {file}, line {caller.f_lineno}, called os._exit({status}); a plugin "
+                f"must not end the program"
+            )
+            sys.stderr.flush()
+            status = RunFailed.exit_code
+        leave(status)
+
+    os._exit = exit_of
+
+
+def _end_check(reason: str) -> None:
+    _tell(f"RunFailed: the check of the configuration hangs: {reason}")
     sys.stderr.flush()
     os._exit(RunFailed.exit_code)
 
 
 def _open_streams() -> None:
-    """Standard streams that were closed lead nowhere, instead of to the next file that is opened."""
+    """Open closed standard streams on /dev/null, so that no other file gets their descriptors."""
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(fd)
@@ -152,25 +179,25 @@ def _open_streams() -> None:
 
 
 def _drop_output() -> None:
-    """The interpreter must not complain when it flushes what nobody takes."""
+    """Redirect stdout to /dev/null, so that the interpreter can flush it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _of_a_plugin(error: BaseException) -> str | None:
-    """Where an error was raised by code that is neither ours nor a library's."""
+    """Return the location of an error in code that belongs neither to rft nor to a library."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_ours(f.filename)]
-    return f"{frames[-1].filename}, line {frames[-1].lineno}," if frames else None
+    if frames:
+        return f"{frames[-1].filename}, line {frames[-1].lineno},"
+    return None
 
 
 def _tell(text: str) -> None:
     learn_environment()
-    print(redact(text), file=sys.stderr)
+    print(safe(redact(text), lines=True), file=sys.stderr)
 
 
 def make(verb: str) -> typer.Typer:
-    """The whole program, of which only `verb` can do something: importing the others would make
-    every command slow.
-    """
+    """Make the program with `verb` alone implemented, because importing all verbs is slow."""
     app = typer.Typer(
         name="rft",
         help="Reinforcement fine-tuning of language models.",
@@ -193,8 +220,8 @@ def make(verb: str) -> typer.Typer:
     return app
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(value: bool) -> None:
+    if value:
         print(f"rft {__version__}")
         raise typer.Exit
 
@@ -210,7 +237,7 @@ def _options(
         bool, typer.Option("--debug", help="Show the traceback of an error; allowed anywhere.")
     ] = False,
 ) -> None:
-    """Only for the help: `main` has read both already, or ends here."""
+    """Show options in the help; `main` reads them."""
 
 
 def _elsewhere() -> None:

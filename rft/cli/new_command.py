@@ -1,8 +1,6 @@
-"""`rft new`: the skeleton of a plugin and its test, which passes at once, with NAME and CLASS
-filled in.
+"""`rft new`: write a plugin and its test from the files in `skeletons`, with NAME and CLASS replaced.
 
-The skeletons are the files in `skeletons`.  Invariant: no existing file is overwritten; the
-generated test passes unchanged, without a model.
+Invariant: no existing file is overwritten; the generated test passes without a model.
 """
 
 from __future__ import annotations
@@ -56,13 +54,10 @@ def new(
         _config(name, model)
         return
     if kind not in KINDS:
-        known = "; ".join(
-            [
-                *(f"{k} ({about})" for k, about in KINDS.items()),
-                "config (a configuration and its tasks)",
-            ]
+        kinds = "; ".join(f"{k} ({about})" for k, about in KINDS.items())
+        raise ConfigError(
+            f"write one of: {kinds}; config (a configuration and its tasks)", key="KIND", given=kind
         )
-        raise ConfigError(f"write one of: {known}", key="KIND", given=kind)
     _check_plugin_name(kind, name)
     plugin = folder / f"{name}.py"
     test = folder / "tests" / f"test_{name}.py"
@@ -78,7 +73,7 @@ def new(
 
 
 def skeleton(kind: str, file: str, name: str) -> str:
-    """The text of a file of one kind, with its names filled in."""
+    """Return a skeleton file with its names filled in."""
     text = (_SKELETONS / kind / file).read_text(encoding="utf-8")
     return text.replace("CLASS", "".join(part.capitalize() for part in name.split("_"))).replace(
         "NAME", name
@@ -86,7 +81,7 @@ def skeleton(kind: str, file: str, name: str) -> str:
 
 
 def _config(name: str, model: str) -> None:
-    """NAME.yaml, and sums as its questions: one in five is held out."""
+    """Write NAME.yaml and sums as its questions, of which every fifth is held out."""
     import importlib.util
     import json
 
@@ -108,12 +103,9 @@ def _config(name: str, model: str) -> None:
     _write(files)
     print(*files, sep="\n")
     if not Path(model).is_dir():
-        made = (
-            f"python -m rft.testing.tiny {model}"
-            if Path(model).name == "tiny-model"
-            else "see --model"
-        )
-        print(f"\nthere is no {model} yet:  {made}")
+        tiny = Path(model).name == "tiny-model"
+        remedy = f"python -m rft.testing.tiny {model}" if tiny else "see --model"
+        print(f"\nthere is no {model} yet:  {remedy}")
     print(f"\nlook:   rft check --config {name}.yaml\ntrain:  rft run --config {name}.yaml")
 
 
@@ -142,7 +134,7 @@ def _check_plugin_name(kind: str, name: str) -> None:
 
 
 def _write(files: dict[Path, str]) -> None:
-    """All of the files, or none where one exists."""
+    """Write all files, or none if one exists."""
     for path in files:
         if path.exists():
             raise ConfigError(

@@ -1,10 +1,10 @@
-"""Options that several verbs have, and what they all do with them.  Loads nothing but the errors."""
+"""Options of several verbs, and functions for them.  Imports only the errors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,11 +30,20 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 JsonArray = Annotated[bool, typer.Option("--json", help="print one JSON array")]
 
 
-def one_of(given: str | None, known: Sequence[str], key: str) -> str:
-    """`given`, which has to be among `known`."""
-    if given is None or given not in known:
-        raise ConfigError(f"write one of {', '.join(known) or 'no taskset'}", key=key, given=given)
-    return given
+def option(*names: str, help: str) -> Any:
+    """Make a typer option whose default is not shown."""
+    return typer.Option(*names, help=help, show_default=False)
+
+
+def one_of(value: str | None, allowed: Sequence[str], key: str) -> str:
+    """Return `value`.
+
+    Raises ConfigError if it is not allowed.
+    """
+    if value is None or value not in allowed:
+        names = ", ".join(allowed) or "no taskset"
+        raise ConfigError(f"write one of {names}", key=key, given=value)
+    return value
 
 
 def planned(
@@ -43,7 +52,7 @@ def planned(
     plugin_dirs: Sequence[str] | None = None,
     stage: str = "",
 ) -> Plan:
-    """The plan of a configuration, with everything loaded that it may name."""
+    """Return the plan of a configuration, after loading all plugins."""
     from rft.config.load import load
     from rft.config.resolve import resolve
     from rft.plugins import load_all
@@ -54,7 +63,7 @@ def planned(
 
 
 def task_of(opened: Taskset, row: int, key: str) -> Task:
-    """The task of row `row`, as a run stores its number; rows that were left out have one too."""
+    """Return the task of row `row` of the taskset's source."""
     if (place := opened.place(row)) is None:
         raise ConfigError(
             f"taskset {opened.settings.name} has no row {row}, or leaves it out; it has "
@@ -66,5 +75,5 @@ def task_of(opened: Taskset, row: int, key: str) -> Task:
 
 
 def tasksets(plan: Plan) -> dict[str, TasksetSettings]:
-    """By name: those to train on, then those to evaluate on."""
+    """Return training tasksets, then evaluation tasksets, by name."""
     return {t.name: t for t in (*plan.explorer.tasksets, *plan.explorer.eval_tasksets)}

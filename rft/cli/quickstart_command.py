@@ -1,4 +1,4 @@
-"""`rft quickstart`: a real pretrained model learns on this machine; ends with what it learnt."""
+"""`rft quickstart`: train a pretrained model on this machine, and show the results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def quickstart(
 
 
 def config_file() -> Path:
-    """The quickstart's configuration: in the source tree, or inside the installed package."""
+    """Return the quickstart's configuration, of the source tree or the installed package."""
     package = Path(__file__).parent.parent
     for folder in (package.parent / "examples", package / "_examples"):
         if (path := folder / "quickstart" / "config.yaml").exists():
@@ -59,15 +59,16 @@ def config_file() -> Path:
 
 
 def report(run_dir: Path, seconds: float | None, console: Any) -> None:
-    """What the model learnt: held-out accuracy, answers before and after, the curve, and where to
-    go next; seconds of a whole run.
+    """Print held-out accuracy, answers before and after, the curve and next commands.
+
+    `seconds`: duration of an uninterrupted run.
     """
     from rft.monitor.curves import Picture, evaluations, is_main, main_curves, svg
     from rft.monitor.read import AllSeries, Records
 
-    found = AllSeries(is_main, Records(run_dir / "metrics.jsonl"))
-    name = next(iter(evaluations(found.names)), "")
-    points = found.points(name)
+    measured = AllSeries(is_main, Records(run_dir / "metrics.jsonl"))
+    name = next(iter(evaluations(measured.names)), "")
+    points = measured.points(name)
     took = "" if seconds is None else f", {seconds:.0f} s"
     if len(points) > 1:
         taskset, _, mean = name.removeprefix("eval/").rpartition("/")
@@ -77,17 +78,17 @@ def report(run_dir: Path, seconds: float | None, console: Any) -> None:
         console.print(f"\nheld-out accuracy ({mean}, temperature 1): {gain}{took}")
     else:
         console.print(
-            f"\nwhat was learnt is not told without an evaluation before and one after "
+            f"\nno accuracy to compare: the run has no evaluation before and after training "
             f"(explorer.eval_*){took}"
         )
     picture = run_dir / "reward_curve.svg"
-    Picture(svg(main_curves(found), title=run_dir.resolve().name)).save(picture)
+    Picture(svg(main_curves(measured), title=run_dir.resolve().name)).save(picture)
     console.print(f"curve     {picture}\nrun       {run_dir}")
     for model in sorted(
         run_dir.glob("checkpoints/global_step_*/huggingface"), key=lambda m: m.stat().st_mtime_ns
     )[-1:]:
         console.print(f"model     {model}")
-    console.print(f"next      rft status {run_dir}")
+    console.print(f"next      rft status {run_dir}, or rft view {run_dir}")
     console.print(
         "          rft run --config examples/quickstart/config.yaml model.model_path=YOUR_MODEL"
     )
@@ -95,7 +96,7 @@ def report(run_dir: Path, seconds: float | None, console: Any) -> None:
 
 
 def _answers(run_dir: Path, taskset: str, first: int, last: int) -> Any:
-    """A table of six held-out questions with the first answer to each before and after training."""
+    """Tabulate first answers to six held-out questions, before and after training."""
     from rich.table import Table
 
     before = _samples(run_dir, taskset, first)
@@ -111,8 +112,8 @@ def _answers(run_dir: Path, taskset: str, first: int, last: int) -> Any:
     for prompt in list(before)[:6]:
         if prompt in after:
             table.add_row(
-                _plain(prompt),
-                _plain(before[prompt]["truth"]),
+                _escaped(prompt),
+                _escaped(before[prompt]["truth"]),
                 _short(before[prompt]),
                 _short(after[prompt]),
             )
@@ -120,22 +121,20 @@ def _answers(run_dir: Path, taskset: str, first: int, last: int) -> Any:
 
 
 def _samples(run_dir: Path, taskset: str, step: int) -> dict[str, dict[str, Any]]:
-    """First answer per prompt of one evaluation; none where none was kept
-    (monitor.log_eval_samples=0).
-    """
-    found: dict[str, dict[str, Any]] = {}
+    """Return the first answer per prompt of one evaluation (none with monitor.log_eval_samples=0)."""
+    first: dict[str, dict[str, Any]] = {}
     file = run_dir / "samples" / f"eval_{taskset}_{step}.jsonl"
     for line in file.read_text().splitlines() if file.is_file() else ():
         row = json.loads(line)
-        found.setdefault(row["prompt"], row)
-    return found
+        first.setdefault(row["prompt"], row)
+    return first
 
 
 def _short(row: dict[str, Any]) -> str:
     mark = "[green]✓[/green]" if row["reward"] == 1 else "[red]✗[/red]"
-    return f"{mark} {_plain(' '.join(str(row['answer']).split())[:60])}"
+    return f"{mark} {_escaped(' '.join(str(row['answer']).split())[:60])}"
 
 
-def _plain(text: Any) -> str:
-    """Brackets of models and tasks are no markup."""
+def _escaped(text: Any) -> str:
+    """Escape brackets, which are not markup."""
     return escape(safe(str(text)))

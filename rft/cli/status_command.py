@@ -1,7 +1,6 @@
-"""`rft status`, `rft timeline` and `rft log`: what a run is doing or how it ended, who worked and
-who waited in it, and what it said.
+"""`rft status`, `rft timeline` and `rft log`: a run's state, a picture of its work, and its logs.
 
-From its files alone; the run need not be alive, or on this machine, and may still be going on.
+They read files alone: the run may be running or not, also on another machine.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from rft.errors import CheckpointInvalid, ConfigError
 from rft.monitor.changes import FolderChanges
 from rft.secrets import safe
 
-NOTES = 5  # the newest that a run has told
+NOTES = 5  # number of newest notes shown
 LEVELS = ("debug", "info", "warning", "error", "critical")
 # 2026-11-21 10:15:28,123 I rft.launch.drive: text
 _HEAD = re.compile(r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (?P<level>[DIWEC]) ")
@@ -46,8 +45,9 @@ def status(
 
 
 def collect(run_dir: Path) -> dict[str, Any]:
-    """Phase, holder, steps, newest numbers, checkpoints.  Raises ConfigError when no run has been
-    in `run_dir`.
+    """Collect phase, owner, steps, newest metrics and checkpoints of a run.
+
+    Raises ConfigError if `run_dir` is no run's folder.
     """
     from rft.launch.rundir import RunDir
 
@@ -74,7 +74,7 @@ def collect(run_dir: Path) -> dict[str, Any]:
 
 
 def _stages(run_dir: Path) -> list[dict[str, Any]]:
-    """The runs below a program's folder, in order; none for an ordinary run."""
+    """Return the runs below a program's folder, in order; none for an ordinary run."""
     from rft.launch.rundir import RunDir
     from rft.launch.stages import record
 
@@ -93,26 +93,23 @@ def _stages(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def lines(facts: dict[str, Any]) -> list[str]:
-    """`facts` of `collect` for people."""
+    """Format `facts` of `collect`."""
     import psutil
 
     from rft.launch.progress import duration, next_steps, step_facts
 
     state = facts["state"]
-    away = (
-        ""
-        if (node := state.get("node", os.uname().nodename)) == os.uname().nodename
-        else f", on {node}"
-    )
-    held = f", process {facts['holder']}" if facts["holder"] is not None else away
+    node = state.get("node", os.uname().nodename)
+    away = "" if node == os.uname().nodename else f", on {node}"
+    owner = f", process {facts['holder']}" if facts["holder"] is not None else away
     age = f", since {duration(max(time.time() - state['time'], 0))}" if "time" in state else ""
     if facts["phase"] == "died":
         age = f" at {_moment(facts['last_sign'])} (last sign of life)"
-    out = [f"run          {facts['run_dir']}", f"phase        {facts['phase']}{held}{age}"]
+    out = [f"run          {facts['run_dir']}", f"phase        {facts['phase']}{owner}{age}"]
     if facts["phase"] in ("died", "failed", "interrupted") and (command := state.get("command")):
         folder = str(state.get("cwd", Path.cwd()))
-        there = "" if folder == str(Path.cwd()) else f"cd {shlex.quote(folder)} && "
-        out.append(f"resume       {there}{command}")
+        change = "" if folder == str(Path.cwd()) else f"cd {shlex.quote(folder)} && "
+        out.append(f"resume       {change}{command}")
     if facts["worked_s"] is not None:
         out.append(f"worked       {duration(facts['worked_s'])}")
     if reason := state.get("reason"):
@@ -124,13 +121,11 @@ def lines(facts: dict[str, Any]) -> list[str]:
         )
     out += [f"waiting      {wait}" for wait in state.get("waiting", ())]
     if parts := state.get("parts"):
-        out.append(
-            "parts        "
-            + ", ".join(
-                f"{n} {p}{'' if away or psutil.pid_exists(p) else ' (gone)'}"
-                for n, p in parts.items()
-            )
+        pids = (
+            f"{name} {pid}{'' if away or psutil.pid_exists(pid) else ' (gone)'}"
+            for name, pid in parts.items()
         )
+        out.append(f"parts        {', '.join(pids)}")
     if step := facts["last_step"]:
         out.append(
             f"step         {step['step']}  "
@@ -144,8 +139,9 @@ def lines(facts: dict[str, Any]) -> list[str]:
         else f"checkpoint   step {c['step']}: {c['problem']}"
         for c in facts["checkpoints"][-3:]
     ]
-    if len(kept := [c["bytes"] for c in facts["checkpoints"] if not c["problem"]]) > 1:
-        out.append(f"             {len(kept)} checkpoints, {sum(kept) / 1e6:.0f} MB in all")
+    sizes = [c["bytes"] for c in facts["checkpoints"] if not c["problem"]]
+    if len(sizes) > 1:
+        out.append(f"             {len(sizes)} checkpoints, {sum(sizes) / 1e6:.0f} MB in all")
     if step and not facts["checkpoints"] and facts["phase"] in ("running", "died"):
         out.append("checkpoint   none yet: a restart now would go back to step 0")
     out += [f"curve        {line}" for line in facts["curves"]]
@@ -158,14 +154,14 @@ def lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _moment(seconds: float) -> str:
-    """The time of day, of another day with its date."""
+    """Format a time of today, or a date and time."""
     then = time.localtime(seconds)
     today = time.localtime()
     return time.strftime("%H:%M" if then[:3] == today[:3] else "%Y-%m-%d %H:%M", then)
 
 
 def _metrics(path: Path, since: float) -> dict[str, Any]:
-    """The last train step, the first and last value of each evaluation mean, and the notes of the
+    """Return the last train step, first and last value of each evaluation mean, and notes of the
     process that began at `since`.
     """
     from rft.launch.progress import curve_lines
@@ -181,36 +177,36 @@ def _metrics(path: Path, since: float) -> dict[str, Any]:
             "notes": ["nothing has been measured yet"],
         }
     records = Records(path)
-    found = AllSeries(is_main)
+    measured = AllSeries(is_main)
     last = None
     alarms: list[str] = []
-    told: deque[str] = deque(maxlen=NOTES)
+    newest: deque[str] = deque(maxlen=NOTES)
     for r in records:
-        found.take(r)
+        measured.take(r)
         if r.role == "trainer" and "perf/step_s" in r.values:  # no alarm
             last = {"step": r.step, "time": r.time, "values": r.values}
         if any(n.startswith("alarm/") for n in r.values):
             alarms += [f"{r.role} {r.step}: {n}" for n in r.notes or r.values]
         elif r.time >= since:
-            told += [f"{r.role} {r.step}: {n}" for n in r.notes]
+            newest += [f"{r.role} {r.step}: {n}" for n in r.notes]
     evals = []
-    for name in sorted(evaluations(found.found)):
+    for name in sorted(evaluations(measured.by_name)):
         points = [
-            {"step": step, "name": name, "value": value} for step, value in found.points(name)
+            {"step": step, "name": name, "value": value} for step, value in measured.points(name)
         ]
         evals += [points[0], points[-1]] if len(points) > 1 else points
-    notes = [*told, *([records.note] if records.note else [])]
+    notes = [*newest, *([records.note] if records.note else [])]
     return {
         "last_step": last,
         "evals": evals,
-        "curves": curve_lines(found),
+        "curves": curve_lines(measured),
         "alarms": alarms,
         "notes": notes,
     }
 
 
 def _checkpoints(folder: Path) -> list[dict[str, Any]]:
-    from rft.trainer import manifest as manifests
+    from rft.trainer.checkpoint import manifest as manifests
 
     out = []
     for path in manifests.committed(folder):
@@ -220,11 +216,9 @@ def _checkpoints(folder: Path) -> list[dict[str, Any]]:
             "problem": "",
         }
         try:
-            found = manifests.read(path, verify=False)  # hashing gigabytes is for export and resume
-            row |= {
-                "version": str(found.version),
-                "bytes": sum(f.size for f in found.files.values()),
-            }
+            manifest = manifests.read(path, verify=False)  # export and resume verify
+            row["version"] = str(manifest.version)
+            row["bytes"] = sum(f.size for f in manifest.files.values())
         except CheckpointInvalid as e:
             row["problem"] = str(e)
         out.append({**row, "model": (path / "huggingface").is_dir()})
@@ -286,32 +280,36 @@ def log(
         raise ConfigError(f"{level!r} is none of {', '.join(LEVELS)}", key="-l", given=level)
     if not any((run_dir / "logs").rglob("*.log")):
         below = ", ".join(sorted(str(p.parent) for p in run_dir.glob("*/state.json"))[:5])
-        why = f"has no logs{below and f'; it holds the runs {below}'}; give the folder of a run"
-        raise ConfigError(f"{run_dir} {why}", key="RUN_DIR", given=str(run_dir))
+        runs = below and f"; it holds the runs {below}"
+        raise ConfigError(
+            f"{run_dir} has no logs{runs}; give the folder of a run",
+            key="RUN_DIR",
+            given=str(run_dir),
+        )
     tails = _Tails(run_dir / "logs")
     # before the first read, so that nothing falls between
     watch = FolderChanges(run_dir / "logs") if follow else None
-    shown: dict[str, bool] = {}  # by file: whether its newest entry was
+    shown: dict[str, bool] = {}  # by file: whether its newest entry was shown
 
-    def wanted(entry: Entry) -> bool:
-        # the rest of one that was read while it was written
-        goes_on = not entry[0] and shown.get(entry[1], False)
-        shown[entry[1]] = goes_on or matches(entry, keyword, level.lower())
-        return shown[entry[1]]
+    def matching() -> Iterator[Entry]:
+        for entry in heapq.merge(*tails.new()):
+            # the rest of an entry that was read while it was written
+            continues = not entry[0] and shown.get(entry[1], False)
+            shown[entry[1]] = continues or matches(entry, keyword, level.lower())
+            if shown[entry[1]]:
+                yield entry
 
-    found = filter(wanted, heapq.merge(*tails.new()))
-    for entry in deque(found, maxlen=last) if last is not None else found:
+    entries_so_far = matching()
+    for entry in deque(entries_so_far, maxlen=last) if last is not None else entries_so_far:
         show(entry)
     while watch is not None:
         watch.wait()
-        for entry in filter(wanted, heapq.merge(*tails.new())):
+        for entry in matching():
             show(entry)
 
 
 def matches(entry: Entry, keyword: str | None, level: str) -> bool:
-    """Whether an entry is of `level` or above and holds `keyword`; text without a head counts as
-    info.
-    """
+    """Return whether an entry has at least `level` (info without a head) and contains `keyword`."""
     head = _HEAD.match(entry[2])
     letters = [name[0].upper() for name in LEVELS]
     rank = letters.index(head["level"] if head else "I")
@@ -325,7 +323,7 @@ def show(entry: Entry) -> None:
 
 
 class _Tails:
-    """What was added to each *.log of a folder since it was asked last."""
+    """Reads what was added to each *.log of a folder since the last call."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -343,7 +341,7 @@ class _Tails:
         start = self._read.get(path, 0)
         with path.open("rb") as file:
             if start > os.fstat(file.fileno()).st_size:
-                start = 0  # it was begun anew
+                start = 0  # a new file
             file.seek(start)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -354,9 +352,7 @@ class _Tails:
 
 
 def entries(name: str, lines: Iterable[str]) -> Iterator[Entry]:
-    """Lines joined into entries: one that does not begin with a time belongs to the one before
-    (tracebacks).
-    """
+    """Join lines into entries: a line without a time (as of a traceback) continues the entry."""
     began = ""
     text = ""
     for line in lines:

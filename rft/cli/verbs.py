@@ -1,4 +1,4 @@
-"""The verbs of the program: those of the core, then those that extras add.  Imports none of them."""
+"""Verbs of the core and of extras.  Imports none of them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ CORE = {
 
 
 def all_verbs() -> dict[str, Verb]:
-    """Each verb by its name."""
+    """Return all verbs by name."""
     verbs = dict(CORE)
     for extra in extras().values():
         verbs |= extra.verbs

@@ -1,17 +1,19 @@
-"""Weights through one torch.distributed group of the trainer's rank 0 and all engine workers.
+"""Broadcast weights from the trainer's rank 0 to all engine workers through a torch.distributed
+group.
 
-Knows where tensors lie in a version's bytes; not where the bytes come from, nor what becomes of
-them.  A group stands beside all others of a process (no default group is made or used) and is kept
-for the next round as long as the same members hold it.
+Knows the layout of a version's bytes; not their source or use.  The group is separate from all
+others of a process (no default group is created or used) and is reused in the next round while its
+members stay the same.
 
-    worker:  "here, I hold group G and version V" ─▶ meeting point at the trainer ─▶ "keep G" |
-    "form G'" | "stop, because …" ─▶ buckets trainer: waits for all, or says who did not come
+    worker:   "here, with group G and version V" ─▶ meeting point at the trainer
+              ─▶ "keep G" | "form G'" | "stop, because …" ─▶ buckets
+    trainer:  waits for all workers, or names the absent ones
 
-Where all workers hold one version, which the trainer has, too, only what changed since then is
-sent, bucket by bucket.
+If all workers have the same version, which the trainer still has, too, only the changes since that
+version are sent, bucket by bucket.
 
-Invariant: nothing is sent before everyone is there, and a group in which something failed is never
-used again.
+Invariant: nothing is sent before all members are present, and a group with a failure is never
+reused.
 """
 
 from __future__ import annotations
@@ -38,14 +40,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
-TIMEOUT_S = 120.0  # most that a meeting or one bucket may take
+TIMEOUT_S = 120.0  # limit of a meeting and of one bucket
 _RAISES = "TORCH_NCCL_BLOCKING_WAIT"
-NONE = "-"  # instead of the name of a group or version
+NONE = "-"  # placeholder for the name of a group or version
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Whole tensors that are sent at once: bytes [start, end) of the version."""
+    """Complete tensors that are sent together: bytes [start, end) of the version."""
 
     start: int
     end: int
@@ -53,47 +55,48 @@ class Bucket:
 
 
 def buckets(tensors: Sequence[TensorSpec], bucket_bytes: int | None) -> list[Bucket]:
-    """In the order of the bytes.  A tensor larger than a bucket goes alone; None: every tensor
-    does.
+    """Return the buckets in byte order.
+
+    A tensor larger than a bucket has its own; `bucket_bytes` None: every tensor has its own.
     """
-    made: list[Bucket] = []
+    grouped: list[Bucket] = []
     for spec in sorted((t for t in tensors if t.nbytes), key=lambda t: t.offset):
         end = spec.offset + spec.nbytes
-        if made and bucket_bytes is not None and end - made[-1].start <= bucket_bytes:
-            made[-1] = Bucket(made[-1].start, end, (*made[-1].tensors, spec))
+        if grouped and bucket_bytes is not None and end - grouped[-1].start <= bucket_bytes:
+            grouped[-1] = Bucket(grouped[-1].start, end, (*grouped[-1].tensors, spec))
         else:
-            made.append(Bucket(spec.offset, end, (spec,)))
-    return made
+            grouped.append(Bucket(spec.offset, end, (spec,)))
+    return grouped
 
 
 class _Member:
-    """One rank's part in rounds: the group it holds, and how buckets go through it."""
+    """One rank's side of the rounds: its group, and the transfer of buckets."""
 
     def __init__(self) -> None:
         self._group: Any = None
-        self._work: Any = None  # the bucket under way
-        self._held = ""  # name of the group; no two have the same
-        # its size: with fewer members it would wait for those that do not take part
+        self._work: Any = None  # the running transfer of a bucket
+        self._group_name = ""  # unique name of the group
+        # size of the group: with fewer members it would wait for the absent ones
         self._world = 0
         self._store: Any = None
 
     def close(self) -> None:
-        """Leaves the group, so that nobody waits for this member in it.
+        """Leave the group, so that no member waits for this one.
 
-        Its connections end with the last reference (so there is no other one than these; `abort`
-        would leave those who wait in it waiting for good).
+        The group's connections end with its last reference, so only these attributes may refer to
+        it; `abort` would leave waiting members blocked for good.
         """
         self._work = self._group = None
-        self._held = ""
+        self._group_name = ""
 
     @contextmanager
-    def _whole(self, what: str) -> Iterator[None]:
-        """What fails inside ends the group and is named."""
+    def _closing_on_error(self, what: str) -> Iterator[None]:
+        """Close the group on an error inside the block; name the activity in torch's errors."""
         try:
             yield
         except BaseException as e:
             self.close()
-            if isinstance(e, RuntimeError):  # all of torch's
+            if isinstance(e, RuntimeError):  # errors of torch
                 raise WeightSyncFailed(f"{what}: {str(e).splitlines()[0]}") from None
             raise
 
@@ -116,7 +119,7 @@ class _Member:
             limits._timeout = timedelta(seconds=b.timeout_s)
             with _own_errors():
                 self._group = ProcessGroupNCCL(store, rank, b.world, limits)
-        self._held = name
+        self._group_name = name
         self._world = b.world
 
     def _stream(
@@ -129,11 +132,12 @@ class _Member:
         changed: bool = False,
         before: torch.Tensor | None = None,
     ) -> int:
-        """All buckets of `memory` (uint8, this host's) through the group; `done` with each that is
-        there, overlapped if so wanted.
+        """Transfer all buckets of `memory` (uint8, on the host) through the group; return the
+        transferred bytes.
 
-        `changed`: only what changed since the version that all hold, which is `before` at the
-        trainer and `memory` itself at a worker. Returns the bytes that went through.
+        `done` is called with each transferred bucket, during the next transfer if the round
+        overlaps. `changed`: transfer only the changes since the common version, which is `before`
+        at the trainer and `memory` itself at a worker.
         """
         b = manifest.broadcast
         assert b is not None
@@ -164,20 +168,25 @@ class _Member:
     def _packed(
         self, b: Broadcast, part: torch.Tensor, before: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """The changes of a bucket, at a worker room for them; None where the bucket itself is sent.
-        Its size goes ahead.
+        """Return a bucket's changes, or at a worker room for them; None if the full bucket is sent.
+
+        Their size is broadcast first.
         """
         import torch
 
-        made = None if before is None else delta.pack(before.numpy(), part.numpy())
-        size = torch.tensor([-1 if made is None else len(made)])
+        changes = None if before is None else delta.pack(before.numpy(), part.numpy())
+        size = torch.tensor([-1 if changes is None else len(changes)])
         self._end(b, size, self._begin(b, size, before is not None), before is not None)
         if size < 0:
             return None
-        return torch.empty(int(size), dtype=torch.uint8) if made is None else torch.from_numpy(made)
+        return (
+            torch.empty(int(size), dtype=torch.uint8)
+            if changes is None
+            else torch.from_numpy(changes)
+        )
 
     def _begin(self, b: Broadcast, data: torch.Tensor, sends: bool) -> torch.Tensor:
-        """Where `data` is on its way; nothing is where there is none."""
+        """Start the transfer of `data`, if not empty; return the tensor in transfer."""
         import torch
 
         room = (
@@ -194,7 +203,7 @@ class _Member:
         if self._work is None:
             return
         if b.backend == "gloo":
-            self._work.wait()  # as long as the group's own limit
+            self._work.wait()  # up to the group's own limit
         else:
             self._work.wait(timedelta(seconds=b.timeout_s))
             if not sends:
@@ -203,8 +212,9 @@ class _Member:
 
 
 class TrainerEnd(_Member):
-    """Rank 0 and the meeting point.  `send` is called from one thread at a time, `abandon` from any
-    other.
+    """Rank 0 and the meeting point.
+
+    Call `send` from one thread at a time; `abort_round` may come from any other thread.
     """
 
     def __init__(self, host: str = LOOPBACK) -> None:
@@ -224,12 +234,12 @@ class TrainerEnd(_Member):
             timeout=limit,
             master_listen_fd=listening.detach(),
         )
-        # a wait blocks its store
+        # a second client, because a wait blocks its store
         self._door = TCPStore(
             host, self.port, is_master=False, wait_for_workers=False, timeout=limit
         )
         self._lock = threading.Lock()
-        self._meeting: tuple[int, list[str]] | None = None  # round, and whom it waits for
+        self._meeting: tuple[int, list[str]] | None = None  # round, keys of the expected members
         self._abandoned = (0, "")
         self._groups = 0
 
@@ -237,32 +247,32 @@ class TrainerEnd(_Member):
         self,
         manifest: WeightManifest,
         memory: torch.Tensor,
-        held: Mapping[str, torch.Tensor] | None = None,
+        staged: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """One round: the version's bytes (uint8, as the manifest places them) to all workers.
-        Raises WeightSyncFailed.
+        """Send the version's bytes (uint8, in the manifest's layout) to all workers in one round.
 
-        `held`: versions that are still there, placed in the same way.
+        `staged`: versions that are still in memory, in the same layout. Raises WeightSyncFailed.
         """
         b = manifest.broadcast
         assert b is not None, "only a manifest that names the group of a round is sent"
-        with self._whole(f"sending {manifest.version} to {_members(b)} broke off"):
-            before = self._meet(b, held or {})
+        with self._closing_on_error(f"sending {manifest.version} to {_members(b)} broke off"):
+            before = self._meet(b, staged or {})
             self._stream(
                 manifest, memory, sends=True, done=_sent, changed=before is not None, before=before
             )
 
-    def abandon(self, round: int, reason: str) -> None:
-        """Ends the meeting of this round, or of an earlier one, now or when it begins."""
+    def abort_round(self, round: int, reason: str) -> None:
+        """End the meeting of this round, or of an earlier one, now or when it begins."""
         with self._lock:
             self._abandoned = max(self._abandoned, (round, reason))
             if self._meeting is not None and self._meeting[0] <= round:
                 for key in self._meeting[1]:
-                    self._door.compare_set(key, "", "gone")  # sets it only where nobody came
+                    self._door.compare_set(key, "", "gone")  # sets only keys of absent members
 
-    def _meet(self, b: Broadcast, held: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Everyone is there, in one group.  The bytes of the version that all workers hold, if it
-        is one of `held`.
+    def _meet(self, b: Broadcast, staged: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Wait for all members; form or reuse the group.
+
+        Returns the bytes of the version that all workers have, if it is in `staged`.
         """
         names = {f"{b.token}/{b.round}/here/{rank}": _name(b, rank) for rank in range(1, b.world)}
         go = f"{b.token}/{b.round}/go"
@@ -274,27 +284,27 @@ class TrainerEnd(_Member):
             if abandoned[0] < b.round:
                 self._wait(keys, b.timeout_s)
             absent = [name for key, name in names.items() if not self._store.check([key])]
-            said = [self._store.get(key).decode().split() for key in keys] if not absent else []
+            answers = [self._store.get(key).decode().split() for key in keys] if not absent else []
             with self._lock:
                 abandoned = self._abandoned
             if abandoned[0] >= b.round:
                 raise self._stop(go, f"the round was given up: {abandoned[1]}")
             if absent:
                 raise self._stop(go, f"{', '.join(absent)} did not come within {b.timeout_s:g} s")
-            versions = {version for _, version in said}
+            versions = {version for _, version in answers}
             since = versions.pop() if len(versions) == 1 else NONE
-            before = held.get(since)
-            told = NONE if before is None else since
+            before = staged.get(since)
+            base_version = NONE if before is None else since
             if (
-                {group for group, _ in said} == {self._held}
-                and self._held
+                {group for group, _ in answers} == {self._group_name}
+                and self._group_name
                 and self._world == b.world
             ):
-                self._store.set(go, f"keep {self._held} {told}")
+                self._store.set(go, f"keep {self._group_name} {base_version}")
             else:
                 self._groups += 1
                 name = f"{b.token}/group/{self._groups}"
-                self._store.set(go, f"form {name} {told}")
+                self._store.set(go, f"form {name} {base_version}")
                 self._form(b, name, 0)
             return before
         finally:
@@ -317,11 +327,11 @@ class TrainerEnd(_Member):
 
 
 class Worker(_Member):
-    """An engine worker's part.  Called from one thread at a time."""
+    """An engine worker's side.  Call from one thread at a time."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._at: tuple[str, int] | None = None  # the meeting point that the store is of
+        self._at: tuple[str, int] | None = None  # address of the store's meeting point
 
     def receive(
         self,
@@ -331,25 +341,24 @@ class Worker(_Member):
         holds: str,
         done: Callable[[Bucket], None],
     ) -> tuple[float, float, int]:
-        """One round: fills `memory` (uint8 [size of the version]); `done` is called with each
-        bucket that is there.
+        """Receive a version into `memory` (uint8 [size of the version]) in one round.
 
-        `worker` is this one's number in its engine.  `holds`: the version that `memory` is of, or
-        NONE.  (seconds until the group stood, seconds of all that followed, bytes that came).
-        Raises WeightSyncFailed.
+        `worker`: this worker's number in its engine.  `holds`: the version in `memory`, or NONE.
+        `done` is called with each received bucket. Returns (seconds until the group was formed,
+        seconds of the transfer, received bytes). Raises WeightSyncFailed.
         """
         b = manifest.broadcast
         assert b is not None, "only a version that is broadcast is received"
         rank = b.first + worker
         began = time.monotonic()
-        with self._whole(f"receiving {manifest.version} as {_name(b, rank)} broke off"):
+        with self._closing_on_error(f"receiving {manifest.version} as {_name(b, rank)} broke off"):
             changed = self._meet(b, rank, holds) != NONE
             met = time.monotonic()
             moved = self._stream(manifest, memory, sends=False, done=done, changed=changed)
         return met - began, time.monotonic() - met, moved
 
     def _meet(self, b: Broadcast, rank: int, holds: str) -> str:
-        """The version since which changes are sent."""
+        """Join the group; return the version since which changes are sent, or NONE."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         limit = timedelta(seconds=b.timeout_s)
@@ -360,15 +369,15 @@ class Worker(_Member):
             )
             self._at = (b.host, b.port)
         go = f"{b.token}/{b.round}/go"
-        self._store.set(f"{b.token}/{b.round}/here/{rank}", f"{self._held or NONE} {holds}")
-        # the trainer gives up first, and says why
+        self._store.set(f"{b.token}/{b.round}/here/{rank}", f"{self._group_name or NONE} {holds}")
+        # the trainer gives up earlier and reports why
         self._store.wait([go], timedelta(seconds=2 * b.timeout_s))
         answer: str = self._store.get(go).decode()
-        said, _, rest = answer.partition(" ")
-        if said == "stop":
+        command, _, rest = answer.partition(" ")
+        if command == "stop":
             raise WeightSyncFailed(rest)
         name, since = rest.split()
-        if said == "form":
+        if command == "form":
             self._form(b, name, rank)
         return since
 
@@ -379,8 +388,9 @@ def _sent(bucket: Bucket) -> None:
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """A group of NCCL that is made inside raises its errors where a bucket is waited for.  Else
-    torch's watchdog ends this process as soon as another member dies
+    """Make NCCL groups created inside the block raise their errors at the wait for a bucket.
+
+    By default torch's watchdog ends this process as soon as another member dies
     (https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html).
     """
     before = os.environ.get(_RAISES)
@@ -401,7 +411,7 @@ def _from_trainer() -> Any:
 
 
 def _own_address(host: str) -> str:
-    """The address of this machine from which `host` is reached; sends nothing."""
+    """Return this machine's address on the route to `host`, without sending anything."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])

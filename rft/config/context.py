@@ -1,5 +1,4 @@
-"""What the parts of `resolve` share: the configuration, what is known of the world, and everything
-that is found on the way.
+"""State shared by the parts of `resolve`: the configuration, facts of the machine, diagnostics.
 
 Invariant: errors, warnings, notes and derived values are collected, so that all are reported at
 once.
@@ -16,11 +15,11 @@ from typing import Any, TypeVar
 
 from rft.config.plan import Derived, Facts
 from rft.config.save import home
-from rft.config.schema.base import Section
 from rft.config.schema.root import RunConfig
 from rft.config.schema.source import dotted, is_secret, leaves, undotted
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY, may_come
+from rft.schema.base import Section
 from rft.secrets import REDACTED
 from rft.taskset.settings import FILES
 from rft.types import modelfiles
@@ -30,9 +29,7 @@ _DATA = (".py", ".jinja", *FILES)
 
 
 def filled(settings: type[T], *sections: Section, **decided: Any) -> T:
-    """`settings` with `decided`, and for its other fields the keys of the same name, the last
-    section's where several have one.
-    """
+    """Make `settings` from `decided` and the keys of the same names in `sections`; the last wins."""
     fields: Any = settings
     names = {f.name for f in dataclasses.fields(fields)} - decided.keys()
     keys = {
@@ -42,7 +39,7 @@ def filled(settings: type[T], *sections: Section, **decided: Any) -> T:
 
 
 class Problems:
-    """What is wrong or worth saying."""
+    """Collects errors, warnings, notes and derived values."""
 
     def __init__(self) -> None:
         self.errors: list[ConfigError] = []
@@ -54,19 +51,17 @@ class Problems:
         if not any(e.key == key and e.message == message for e in self.errors):
             self.errors.append(ConfigError(message, key=key, given=given))
 
-    def take(self, error: ConfigError) -> None:
+    def add_errors(self, error: ConfigError) -> None:
         self.errors.extend(error.errors)
 
     @contextmanager
-    def taking(self, key: str = "") -> Iterator[None]:
-        """Takes a ConfigError that is raised inside, and goes on behind; one that names no key is
-        about `key`.
-        """
+    def collect_errors(self, key: str = "") -> Iterator[None]:
+        """Collect a ConfigError raised in the block; one that names no key is about `key`."""
         try:
             yield
         except ConfigError as e:
             for x in e.errors:
-                self.take(x if x.key else ConfigError(x.message, key=key, given=x.given))
+                self.add_errors(x if x.key else ConfigError(x.message, key=key, given=x.given))
 
     def warn(self, text: str) -> None:
         if text not in self.warnings:
@@ -75,20 +70,21 @@ class Problems:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def derive(self, key: str, value: object, why: str) -> None:
-        self.derived.append(Derived(key=key, value=value, why=why))
+    def derive(self, key: str, value: object, reason: str) -> None:
+        self.derived.append(Derived(key=key, value=value, reason=reason))
 
-    def chosen(self, key: str, written: T | None, value: T, why: str) -> T:
-        """What is written under `key`; where that is null or auto, the derived `value`."""
+    def chosen(self, key: str, written: T | None, value: T, reason: str) -> T:
+        """Return what is written under `key`, or the derived `value` for null and auto."""
         if written is not None and written != "auto":
             return written
-        self.derive(key, value, why)
+        self.derive(key, value, reason)
         return value
 
 
 class Context(Problems):
-    """One configuration that is resolved.  `written` is what the user wrote; `config` has each
-    value in the one place where it is read.
+    """A configuration while it is resolved.
+
+    `written` is the user's; `config` has each value in the one place where it is read.
     """
 
     def __init__(self, written: RunConfig, facts: Facts, name: str = "") -> None:
@@ -97,7 +93,7 @@ class Context(Problems):
         self.written = self.config = written
         self.facts = facts
         self.name = name or written.name
-        self.beside = None if written.source.path is None else home(written.source.path)
+        self.config_dir = None if written.source.path is None else home(written.source.path)
         root = Path(written.checkpoint_root_dir).expanduser().absolute()
         self.run_dir = root / written.project / written.group / self.name
         for loc, value in leaves(dict(written.source.values)):
@@ -113,8 +109,8 @@ class Context(Problems):
             dict.fromkeys(self.find(d) for d in (*written.plugin_dirs, *facts.plugin_dirs))
         )
 
-    def judged(self, kind: str, name: str) -> bool:
-        """Whether a plugin can be checked now; else once plugins are loaded, which may bring it."""
+    def can_check_plugin(self, kind: str, name: str) -> bool:
+        """Return whether a plugin's name is decided now, not only once plugins are loaded."""
         return (
             self.facts.plugins_loaded
             or name in REGISTRY.names(kind)
@@ -122,11 +118,11 @@ class Context(Problems):
         )
 
     def error(self, key: str, message: str, given: object = None) -> None:
-        """The value that was given is looked up."""
+        """Add an error; without `given`, show the value written under `key`."""
         super().error(key, message, self._value(key) if given is None else given)
 
     def _value(self, key: str) -> object:
-        """What is written under `key`, secrets hidden; None for a whole section or what is no key."""
+        """Return the value written under `key`, secrets hidden; None for a section or no key."""
         place: Any = self.written
         for step in undotted(key):
             try:
@@ -142,8 +138,9 @@ class Context(Problems):
         return list(place) if isinstance(place, tuple) else place
 
     def find(self, text: str) -> str:
-        """A path: as it stands from the current folder, else beside the configuration file, else
-        unchanged (a hub id, a name).
+        """Resolve a path from the current folder, else from the file's folder.
+
+        Anything else (a hub id, a name) is returned unchanged.
         """
         path = text
         colon = ""
@@ -154,15 +151,15 @@ class Context(Problems):
             return text
         path = str(Path(path).expanduser()) if path.startswith("~") else path
         looks_local = "/" in path or path.endswith(_DATA) or path.startswith(".")
-        for base in (Path.cwd(), self.beside):
+        for base in (Path.cwd(), self.config_dir):
             if base is None or not self.facts.exists(str(base / path)):
                 continue
-            if looks_local or base == self.beside or Path(base / path).is_dir():
+            if looks_local or base == self.config_dir or Path(base / path).is_dir():
                 return f"{base / path}{colon}{attribute}"
         return f"{path}{colon}{attribute}"
 
     def find_model(self, text: str) -> str:
-        """The same of a model; the hub id of one that is in the local cache is its folder there."""
+        """Resolve a model's path, or a hub id to its folder in the local cache."""
         path = self.find(text)
-        there = None if self.facts.exists(path) else modelfiles.snapshot(path)
-        return path if there is None else str(there)
+        snapshot = None if self.facts.exists(path) else modelfiles.snapshot(path)
+        return path if snapshot is None else str(snapshot)

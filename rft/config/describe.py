@@ -17,13 +17,21 @@ from pydantic_core import PydanticUndefined
 
 from rft.algorithm.catalog import shipped
 from rft.config.extends import SECTIONS
-from rft.config.foreign import advice
-from rft.config.inert import Inert, argument, inert
+from rft.config.hints import key_hint
 from rft.config.load import did_you_mean
-from rft.config.plan import Plan, schedule
+from rft.config.plan import Plan
 from rft.config.schema.root import RunConfig
 from rft.config.schema.source import dotted, leaves
-from rft.config.schema.walk import aliases, declared, extra, fields_at, literals, models, place
+from rft.config.schema.walk import (
+    declared,
+    extra,
+    fields_at,
+    fields_of,
+    literals,
+    models,
+    owner,
+    place,
+)
 from rft.errors import ConfigError
 
 READ_BY = (  # longest beginning first: who does what with a key
@@ -72,7 +80,6 @@ READ_BEFORE = {  # key -> (type, meaning) of what is gone before the schema sees
         "Consecutive runs; each starts from the model of the one before, its sections replace the "
         "common ones.",
     ),
-    "trainer.trainer_config": ("mapping", "veRL's keys, read as the native keys they became."),
 }
 
 
@@ -88,18 +95,17 @@ class Description:
     unit: str = ""
     allowed: tuple[str, ...] = ()  # of a choice
     used_by: str = ""
-    active: str = "yes"  # or what happens today
+    belongs_to: str = ""  # the choice that has the key
     on_resume: str = ""
     verl: tuple[str, ...] = ()
     trinity: str = "none"
     note: str = ""  # about the other name
-    also: tuple[str, ...] = ()  # other spellings that are accepted
     below: tuple[str, ...] = ()  # keys of a section, arguments of a part
 
     def to_json(self) -> dict[str, Any]:
         """What does not apply is left out."""
-        said = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(self).items()}
-        return {k: v for k, v in said.items() if v not in ("", []) or k == "default"}
+        values = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(self).items()}
+        return {k: v for k, v in values.items() if v not in ("", []) or k == "default"}
 
 
 def _nearest(loc: tuple[str, ...]) -> str:
@@ -136,16 +142,16 @@ def describe(name: str) -> list[Description]:
 
 def unknown(name: str) -> ConfigError:
     """What to do about a key that is not offered, or the nearest keys."""
-    said = advice(re.sub(r"\[\]", "[0]", listed(name)))
+    hint = key_hint(re.sub(r"\[\]", "[0]", listed(name)))
     loc = _parts_of(name)
     return ConfigError(
-        said or f"unknown key.{_nearest(loc)}", key=name if len(name) <= 120 else f"{name[:117]}..."
+        hint or f"unknown key.{_nearest(loc)}", key=name if len(name) <= 120 else f"{name[:117]}..."
     )
 
 
-def _before_the_schema(asked: str) -> Description | None:
-    """extends, stages and trainer_config, which are gone before the schema sees the values."""
-    key = listed(asked).removesuffix("[]")
+def _before_the_schema(name: str) -> Description | None:
+    """extends and stages, which are gone before the schema sees the values."""
+    key = listed(name).removesuffix("[]")
     if key not in READ_BEFORE:
         return None
     kind, meaning = READ_BEFORE[key]
@@ -173,47 +179,41 @@ def _parts_of(name: str) -> tuple[str, ...]:
     return tuple(listed(name).replace("[]", "").split("."))
 
 
-def _described(key: str, asked: str) -> Description:
-    found = _field(key)
-    inner = next((m for m, _ in models(found.annotation)), None)
+def _described(key: str, alias: str) -> Description:
+    field = _field(key)
+    inner = fields_of(field.annotation)
     return Description(
         key=key,
-        asked=asked,
-        meaning=found.description or "",
-        type=_type(found),
-        default="" if inner else default_text(found).strip("`*"),
-        unit=extra(found, "unit"),
-        allowed=tuple(_choices(found)),
+        asked=alias,
+        meaning=field.description or "",
+        type=_type(field),
+        default="" if inner else default_text(field).strip("`*"),
+        unit=extra(field, "unit"),
+        allowed=tuple(_choices(field)),
         used_by=next(text for beginning, text in READ_BY if key.startswith(beginning)),
-        active=_active(inert(key)),
+        belongs_to=owner(_parts_of(key)),
         on_resume={"safe": "may change", "refuse": "may not change"}.get(
-            extra(found, "on_resume"), ""
+            extra(field, "on_resume"), ""
         ),
-        also=tuple(n for n in aliases(found) if n != key.rpartition(".")[2]),
-        below=tuple(inner.model_fields) if inner else _parts(key),
+        below=tuple(inner) if inner else _parts(key),
     )
 
 
 def _field(key: str) -> FieldInfo:
-    found = place(_parts_of(key))[1]
-    assert found is not None, key
-    return found
+    field = place(_parts_of(key))[1]
+    assert field is not None, key
+    return field
 
 
-def _type(found: FieldInfo) -> str:
-    marks = [m for _, m in models(found.annotation)]
+def _type(field: FieldInfo) -> str:
+    marks = [m for _, m in models(field.annotation)]
     if marks:
         return {"": "section", "[]": "list of sections"}.get(marks[0], "section for each name")
-    return "choice" if _choices(found) else type_text(found).replace("`", "")
+    return "choice" if _choices(field) else type_text(field).replace("`", "")
 
 
-def _choices(found: FieldInfo) -> list[str]:
-    return [str(n) for n in literals(found.annotation) if n != ""]
-
-
-def _active(entry: Inert | None) -> str:
-    """yes, or what happens to what is written."""
-    return "yes" if entry is None else f"no meaning here: {entry.why}"
+def _choices(field: FieldInfo) -> list[str]:
+    return [str(n) for n in literals(field.annotation) if n != ""]
 
 
 def _argument(name: str) -> Description | None:
@@ -244,15 +244,14 @@ def _argument(name: str) -> Description | None:
     }
     if not takers:
         return None
-    one = next(iter(takers.values()))
+    argument = next(iter(takers.values()))
     return Description(
         key=name,
-        meaning=one.description or f"argument of {kind}",
-        type=_type(one),
+        meaning=argument.description or f"argument of {kind}",
+        type=_type(argument),
         default=", ".join(sorted({default_text(f).strip("`") for f in takers.values()})),
-        allowed=tuple(_choices(one)),
+        allowed=tuple(_choices(argument)),
         used_by=f"trainer: {', '.join(takers)}",
-        active=_active(argument(one)),
         on_resume="may not change",
     )
 
@@ -272,15 +271,15 @@ def values(config: RunConfig, plan: Plan) -> list[tuple[str, str, str]]:
     was derived from.
     """
     derived = {d.key: d for d in plan.derived}
-    why = {d.key: d.why for d in reversed(plan.derived)}
+    reasons = {d.key: d.reason for d in reversed(plan.derived)}
     rows = []
     for loc, value in leaves(config.shown(), lists=False):
         key = dotted(loc)
         where = config.source.where(loc)
         if key in derived and (not where or value in (None, "auto", 0)):
-            rows.append((key, str(derived.pop(key).value), f"derived: {why[key]}"))
+            rows.append((key, str(derived.pop(key).value), f"derived: {reasons[key]}"))
         elif key in derived:
-            rows.append((key, f"{value} → {derived[key].value}", f"{where}; {why[key]}"))
+            rows.append((key, f"{value} → {derived[key].value}", f"{where}; {reasons[key]}"))
         else:
             rows.append((key, _text(value), where or "default"))
     return rows
@@ -288,34 +287,32 @@ def values(config: RunConfig, plan: Plan) -> list[tuple[str, str, str]]:
 
 def timeline(plan: Plan) -> str:
     """The first steps of the schedule in one line."""
-    s = schedule(plan.sync)
-    sync = plan.sync
-    if sync.style != "fixed":
+    s = plan.schedule
+    if s.style != "fixed":
         return _asynchronous(plan)
     parts = []
     last = -1
-    for batch in range(2 * sync.interval + sync.offset + 1):
+    for batch in range(2 * s.interval + s.offset + 1):
         need = s.required_step(batch)
         if need != last:
             parts.append(
-                f"explore {batch} waits for weights {need}"
+                f"explore step {batch} waits for version {need}"
                 if need
-                else "explore 0 starts with the untrained weights"
+                else "explore step 0 has the untrained weights"
             )
             last = need
-    every = "every train step" if sync.interval == 1 else f"every {sync.interval} train steps"
-    return f"by {sync.method} after {every}; {', '.join(parts[:3])} ..."
+    every = "every train step" if s.interval == 1 else f"every {s.interval} train steps"
+    return f"sent after {every} ({plan.sync.sync_method}); {', '.join(parts[:2])} ..."
 
 
 def _asynchronous(plan: Plan) -> str:
-    s = schedule(plan.sync)
-    sync = plan.sync
-    steps = "every train step" if sync.interval == 1 else f"every {sync.interval} train steps"
-    if sync.style == "explorer_driven":
-        batches = "explore step" if sync.interval == 1 else f"{sync.interval} explore steps"
+    s = plan.schedule
+    steps = "every train step" if s.interval == 1 else f"every {s.interval} train steps"
+    if s.style == "explorer_driven":
+        batches = "explore step" if s.interval == 1 else f"{s.interval} explore steps"
         when = (
             f"when the explorer asks, after every {batches} from explore step "
-            f"{sync.offset + sync.interval} on"
+            f"{s.offset + s.interval} on"
         )
     else:
         when = f"after {steps}"
@@ -328,10 +325,10 @@ def _asynchronous(plan: Plan) -> str:
         )
     else:
         limit = ""
-    if sync.max_staleness is not None:
-        limit += f"; the explorer waits where rows would get older than {sync.max_staleness} steps"
-    return f"by {sync.method} {when}{limit}" + (
-        "" if sync.partial_rollout else "; tasks under way are waited for"
+    if s.max_staleness is not None:
+        limit += f"; the explorer waits where rows would get older than {s.max_staleness} steps"
+    return f"sent {when} ({plan.sync.sync_method}){limit}" + (
+        "" if plan.sync.partial_rollout else "; tasks under way are waited for"
     )
 
 

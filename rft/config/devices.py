@@ -16,6 +16,7 @@ from rft.config.plan import ClusterSettings
 from rft.config.roles import apart, explores, reads_data, trains
 from rft.config.schema.root import RunConfig
 from rft.engine.settings import EngineSettings
+from rft.sync.settings import offset
 from rft.trainer.settings import LearnerSettings
 
 SHARED_MEMORY = 0.5  # of a GPU that the trainer shares
@@ -40,8 +41,8 @@ def ray_address(config: RunConfig) -> str | None:
 def chosen_mode(ctx: Context, config: RunConfig) -> RunConfig:
     """`config`; with one GPU in all, mode both becomes colocate."""
     total = (config.cluster.node_num or 1) * (config.cluster.gpu_per_node or ctx.facts.gpus)
-    wanted = (config.explorer.rollout_model.device, config.trainer.device)
-    if config.mode != "both" or total != 1 or "cpu" in wanted or reads_data(config):
+    devices = (config.explorer.rollout_model.device, config.trainer.device)
+    if config.mode != "both" or total != 1 or "cpu" in devices or reads_data(config):
         return config
     ctx.derive("mode", "colocate", "one GPU: engines and trainer use it in turns")
     return config.model_copy(update={"mode": "colocate"})
@@ -66,8 +67,8 @@ def in_turns(
         and "gpu_memory_utilization" not in ctx.config.explorer.rollout_model.model_fields_set
     ):
         key = "explorer.rollout_model.gpu_memory_utilization"
-        why = "the trainer's weights and moments stay beside it"
-        ctx.derive(key, SHARED_MEMORY, why)
+        reason = "the trainer's weights and moments stay beside it"
+        ctx.derive(key, SHARED_MEMORY, reason)
         engines = [replace(e, gpu_memory_utilization=SHARED_MEMORY) for e in engines]
     sleeping = tuple(
         replace(e, sleep_level=level if e.engine_type == "vllm" else 0) for e in engines
@@ -86,12 +87,12 @@ def devices(ctx: Context) -> tuple[ClusterSettings, str, int, str]:
     if not c.gpu_per_node:
         ctx.derive("cluster.gpu_per_node", per_node, "found on this machine")
     device = {}
-    for role, wanted, key in (
+    for role, device_choice, key in (
         ("engine", model.device, "explorer.rollout_model.device"),
         ("trainer", t.device, "trainer.device"),
     ):
         device[role] = ctx.chosen(
-            key, wanted, "cuda" if total else "cpu", f"the cluster has {total} GPUs"
+            key, device_choice, "cuda" if total else "cpu", f"the cluster has {total} GPUs"
         )
         if device[role] == "cuda" and not total:
             ctx.error(
@@ -110,32 +111,22 @@ def devices(ctx: Context) -> tuple[ClusterSettings, str, int, str]:
         and not ctx.config.model.external_model.enable
     )
     engine_gpus = plan_engines.copies(model) * plan_engines.gpus(model) if local else 0
-    beside = plan_engines.distinct(ctx.config) if explores(ctx.config.mode) else ()
+    auxiliary_indexes = plan_engines.distinct(ctx.config) if explores(ctx.config.mode) else ()
     auxiliary = tuple(
-        n for i in beside for n in plan_engines.auxiliary_gpus(ctx, i, total, per_node)
+        n for i in auxiliary_indexes for n in plan_engines.auxiliary_gpus(ctx, i, total, per_node)
     )
     auxiliary_gpus = sum(auxiliary)
     shared = ctx.config.mode == "colocate" and set(device.values()) == {"cuda"}
     taken = auxiliary_gpus + (0 if shared else engine_gpus)
-    others = f", {auxiliary_gpus} of them by auxiliary models" if auxiliary_gpus else ""
+    auxiliary_text = f", {auxiliary_gpus} of them by auxiliary models" if auxiliary_gpus else ""
     if device["engine"] == "cuda" and plan_engines.gpus(model) > per_node:
         ctx.error(
             "explorer.rollout_model.tensor_parallel_size",
             f"is {tp}{stages}, but a node has {per_node} GPUs and an engine stays in one",
         )
-    world = _world(ctx, device["trainer"], total, per_node, taken, others)
-    if shared and engine_gpus > world:
-        ctx.error(
-            "explorer.rollout_model.engine_num",
-            f"the engines need {engine_gpus} GPUs ({plan_engines.copies(model)} x "
-            f"{plan_engines.gpus(model)}) and are to share the "
-            f"{world} of the trainer (mode: colocate)",
-        )
-    elif shared and engine_gpus < world:
-        ctx.note(
-            f"the engines use {engine_gpus} of the {world} GPUs that they could share; raise "
-            f"explorer.rollout_model.engine_num"
-        )
+    world = _world(ctx, device["trainer"], total, per_node, taken, auxiliary_text)
+    if shared:
+        _check_shared(ctx, engine_gpus, world)
     cluster = ClusterSettings(
         ray_address=ray_address(ctx.config),
         namespace=namespace(ctx.config),
@@ -153,25 +144,43 @@ def devices(ctx: Context) -> tuple[ClusterSettings, str, int, str]:
     return cluster, device["engine"], world, device["trainer"]
 
 
-def _world(ctx: Context, device: str, total: int, per_node: int, taken: int, others: str) -> int:
+def _check_shared(ctx: Context, engine_gpus: int, world: int) -> None:
+    model = ctx.config.explorer.rollout_model
+    if engine_gpus > world:
+        ctx.error(
+            "explorer.rollout_model.engine_num",
+            f"the engines need {engine_gpus} GPUs ({plan_engines.copies(model)} x "
+            f"{plan_engines.gpus(model)}) and are to share the "
+            f"{world} of the trainer (mode: colocate)",
+        )
+    elif engine_gpus < world:
+        ctx.note(
+            f"the engines use {engine_gpus} of the {world} GPUs that they could share; raise "
+            f"explorer.rollout_model.engine_num"
+        )
+
+
+def _world(
+    ctx: Context, device: str, total: int, per_node: int, taken: int, auxiliary_text: str
+) -> int:
     """Training ranks: what is written, else the GPUs that are left.  The engines take `taken`;
-    `others` says who else.
+    `auxiliary_text` names the auxiliary models.
     """
     model = ctx.config.explorer.rollout_model
     t = ctx.config.trainer
     world = t.world_size or 1
     if device == "cuda" and trains(ctx.config):
-        left = total - taken
-        world = t.world_size or max(1, left)
-        if world > left:
+        free = total - taken
+        world = t.world_size or max(1, free)
+        if world > free:
             key = "trainer.world_size" if t.world_size else "cluster.gpu_per_node"
             ctx.error(
                 key,
                 f"the engines take {taken} of {total} GPUs ({plan_engines.copies(model)} x "
                 f"tensor_parallel_size "
                 f"{model.tensor_parallel_size}{plan_engines.stages(model)}"
-                f"{others}) and leave "
-                f"{max(0, left)} for {world} trainer rank(s); lower "
+                f"{auxiliary_text}) and leave "
+                f"{max(0, free)} for {world} trainer rank(s); lower "
                 f"explorer.rollout_model.engine_num, add GPUs, "
                 "or set one of the devices to cpu",
             )
@@ -182,28 +191,30 @@ def _world(ctx: Context, device: str, total: int, per_node: int, taken: int, oth
             )
         if not t.world_size:
             ctx.derive(
-                "trainer.world_size", world, f"{total} GPUs less {taken} of the engines{others}"
+                "trainer.world_size",
+                world,
+                f"{total} GPUs less {taken} of the engines{auxiliary_text}",
             )
     elif t.world_size is None:
-        why = (
+        reason = (
             "trainer on CPU"
             if trains(ctx.config)
             else f"mode {ctx.config.mode} trains nothing here"
         )
-        ctx.derive("trainer.world_size", 1, why)
+        ctx.derive("trainer.world_size", 1, reason)
     return world
 
 
 def check_processes(ctx: Context) -> None:
     """What several machines, and two processes, need that one does not."""
-    if ctx.config.cluster.ray_address is None and (found := ray_address(ctx.config)) is not None:
+    if ctx.config.cluster.ray_address is None and (address := ray_address(ctx.config)) is not None:
         other = "explore" if ctx.config.mode == "train" else "train"
-        why = (
+        reason = (
             f"to meet the process of mode: {other}"
             if apart(ctx.config)
             else "which the other nodes have joined"
         )
-        ctx.derive("cluster.ray_address", found, f"the Ray of this machine (ray start), {why}")
+        ctx.derive("cluster.ray_address", address, f"the Ray of this machine (ray start), {reason}")
     if (
         not apart(ctx.config)
         and ctx.config.mode != "serve"
@@ -232,19 +243,21 @@ def check_colocated(ctx: Context, devices: tuple[str, ...]) -> None:
         )
     s = ctx.config.synchronizer
     e = ctx.config.explorer
-    wanted = (
+    required = (
         ("synchronizer.sync_style", s.sync_style, "fixed"),
-        ("synchronizer.sync_offset", s.sync_offset, 0),
+        ("synchronizer.sync_offset", offset(s), 0),
         ("explorer.eval_in_background", e.eval_in_background, False),
     )
-    why = "with mode: colocate, where exploring and training take turns; mode: both overlaps them"
+    reason = (
+        "with mode: colocate, where exploring and training take turns; mode: both overlaps them"
+    )
     if ctx.written.mode == "both":  # see `chosen_mode`
-        why = (
+        reason = (
             "with one GPU, which engines and trainer have in turns; with one of them on cpu "
             "(device) they overlap"
         )
-    for key, given, value in wanted:
-        if given != value:
+    for key, written, value in required:
+        if written != value:
             ctx.error(
-                key, f"must be {str(value).lower() if isinstance(value, bool) else value} {why}"
+                key, f"must be {str(value).lower() if isinstance(value, bool) else value} {reason}"
             )

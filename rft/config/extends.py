@@ -13,15 +13,15 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rft.config import foreign, yamlfile
-from rft.config.schema.base import NAME
+from rft.config import yamlfile
 from rft.config.schema.source import Loc, Source
-from rft.errors import ConfigError, ConfigErrors, nearest, raise_all
+from rft.errors import ConfigError, nearest, raise_all
 from rft.files.disk import read_regular
+from rft.schema.base import NAME
 
 MAX_DEPTH = 8
 MAX_FILES = 64  # a file that two others extend counts twice
@@ -36,19 +36,18 @@ class Written:
     origins: dict[Loc, str]  # leaf -> "line 12", or "base.yaml line 12"
     text: str  # the file as written; of a file that extends others, the merged tree
     files: list[tuple[str, str]]  # (path, sha256), the file itself first
-    warnings: list[str] = field(default_factory=list)
 
 
 def read(path: Path, interpolate: Interpolate) -> Written:
     """The file at `path`.  Raises ConfigError(s) naming the file and the line; `interpolate` reads
     ${...} in names of bases.
     """
-    found = _read(path, (), "", interpolate, [])
-    if len(found.files) > 1:
-        found.text = (
-            f"# {', '.join(p for p, _ in found.files)} as one\n{yamlfile.dump(found.values)}"
+    merged = _read(path, (), "", interpolate, [])
+    if len(merged.files) > 1:
+        merged.text = (
+            f"# {', '.join(p for p, _ in merged.files)} as one\n{yamlfile.dump(merged.values)}"
         )
-    return found
+    return merged
 
 
 def _read(
@@ -74,7 +73,7 @@ def _read(
             key="extends",
             given=str(path),
         )
-    text = _text(path, chain if above else "")
+    text = read_config_text(path, chain if above else "")
     values, lines = yamlfile.parse(text, path.name)
     if values is None:
         raise ConfigError(
@@ -84,32 +83,29 @@ def _read(
         kind = "list" if isinstance(values, list) else "single value"
         raise ConfigError(
             f"{path} holds a {kind}; the top level must be a mapping such as `model:`; of other "
-            f"tools: docs/migration.md"
+            f"tools: docs/howto/from-verl.md"
         )
-    own = Written(
+    file = Written(
         values,
         {loc: f"{label} line {n}".strip() for loc, n in lines.items()},
         text,
         [(str(path), hashlib.sha256(text.encode()).hexdigest())],
     )
-    bases = _bases(own, interpolate)
-    own.warnings = _foreign(own, label)
+    bases = _bases(file, interpolate)
     if not bases:
-        return own
-    merged = Written({}, {}, text, own.files)
+        return file
+    merged = Written({}, {}, text, file.files)
     for name in bases:
         base = Path(name).expanduser()
         below = _read(path.parent / base, (*above, path), name, interpolate, opened)
         _merge(merged.values, merged.origins, below.values, below.origins, ())
         merged.files += below.files
-        merged.warnings += below.warnings
-    _merge(merged.values, merged.origins, own.values, own.origins, ())
-    merged.warnings += own.warnings
+    _merge(merged.values, merged.origins, file.values, file.origins, ())
     return merged
 
 
-def _text(path: Path, chain: str) -> str:
-    """`chain`: the files that lead to it, of one that another file extends."""
+def read_config_text(path: Path, chain: str = "") -> str:
+    """The text of a YAML file; `chain` names the files that extend it, for messages."""
     try:
         return read_regular(path, yamlfile.MAX_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as e:
@@ -125,11 +121,11 @@ def _text(path: Path, chain: str) -> str:
         ) from None
 
 
-def _bases(own: Written, interpolate: Interpolate) -> list[str]:
+def _bases(file: Written, interpolate: Interpolate) -> list[str]:
     """Names after `extends`, which is taken out."""
-    where = next((o for at, o in own.origins.items() if at[:1] == ("extends",)), "")
-    own.origins = {at: o for at, o in own.origins.items() if at[:1] != ("extends",)}
-    given = own.values.pop("extends", None)
+    where = next((o for at, o in file.origins.items() if at[:1] == ("extends",)), "")
+    file.origins = {at: o for at, o in file.origins.items() if at[:1] != ("extends",)}
+    given = file.values.pop("extends", None)
     if isinstance(given, list | str) and "${" in str(given):
         given = interpolate({"extends": given})["extends"]
     bases = [given] if isinstance(given, str) else [] if given is None else given
@@ -138,20 +134,6 @@ def _bases(own: Written, interpolate: Interpolate) -> list[str]:
             f"must be a file name or a list of file names  ({where})", key="extends", given=given
         )
     return bases
-
-
-def _foreign(own: Written, label: str) -> list[str]:
-    """veRL's spellings become native keys file by file, so that a file's native key wins over its
-    base's veRL spelling.
-    """
-    try:
-        return foreign.expand(own.values, own.origins)
-    except ConfigError as e:
-        if not label:
-            raise
-        raise ConfigErrors(
-            [ConfigError(f"{x.message}, in {label}", key=x.key, given=x.given) for x in e.errors]
-        ) from None
 
 
 def _merge(
@@ -195,18 +177,18 @@ def names(values: dict[str, Any]) -> tuple[str, ...]:
     """The stages of a file, in order; none if it has none.  Raises ConfigErrors with everything
     that is wrong with the list.
     """
-    given = values.get("stages")
-    if given is None or given == []:
+    stages = values.get("stages")
+    if stages is None or stages == []:
         return ()
-    if not isinstance(given, list):
+    if not isinstance(stages, list):
         raise ConfigError(
             "must be a list of stages: [{stage_name: ..., trainer: {...}}, ...]",
             key="stages",
-            given=given,
+            given=stages,
         )
     errors: list[ConfigError] = []
-    found: list[str] = []
-    for i, stage in enumerate(given):
+    stage_names: list[str] = []
+    for i, stage in enumerate(stages):
         key = f"stages[{i}]"
         if not isinstance(stage, dict):
             errors.append(
@@ -221,17 +203,17 @@ def names(values: dict[str, Any]) -> tuple[str, ...]:
                 "runs in <name>/<stage_name>"
             )
             errors.append(ConfigError(message, key=f"{key}.stage_name", given=name))
-        elif name in found:
+        elif name in stage_names:
             errors.append(
                 ConfigError(
-                    f"{name!r} is also the name of stages[{found.index(name)}]",
+                    f"{name!r} is also the name of stages[{stage_names.index(name)}]",
                     key=f"{key}.stage_name",
                 )
             )
-        found.append(str(name))
+        stage_names.append(str(name))
         errors += [_unknown(f"{key}.{k}", k) for k in stage if k not in ("stage_name", *SECTIONS)]
     raise_all(errors)
-    return tuple(found)
+    return tuple(stage_names)
 
 
 def _unknown(key: str, name: str) -> ConfigError:
@@ -251,38 +233,39 @@ def select(values: dict[str, Any], origins: dict[Loc, str], name: str) -> Select
     """The tree of stage `name`; of a file without stages, with name "", the file's own.  Raises
     ConfigError.
     """
-    known = names(values)
+    stage_names = names(values)
     common = {k: v for k, v in values.items() if k != "stages"}
     above = {at: o for at, o in origins.items() if at[:1] != ("stages",)}
-    if not known and not name:
+    if not stage_names and not name:
         return Selected(common, above, {}, ())
-    if name not in known:
-        says = (
+    if name not in stage_names:
+        problem = (
             f"no stage is called {name!r}"
             if name
             else "one run was asked for, and this is a program of several"
         )
         raise ConfigError(
-            f"{says}; the stages are: {', '.join(known) or 'none'}", key="stages", given=name
+            f"{problem}; the stages are: {', '.join(stage_names) or 'none'}",
+            key="stages",
+            given=name,
         )
-    i = known.index(name)
-    own = {k: v for k, v in values["stages"][i].items() if k != "stage_name"}
+    i = stage_names.index(name)
+    stage = {k: v for k, v in values["stages"][i].items() if k != "stage_name"}
     idle = [
         ".".join(map(str, at))
         for at, o in above.items()
-        if o.startswith("override") and at[0] in own
+        if o.startswith("override") and at[0] in stage
     ]
     warnings = [
         f"stage {name} replaces {k.partition('.')[0]} as a whole; the override of {k} has no "
         f"effect in it"
         for k in idle
     ]
-    tree = common | own
-    above = {at: o for at, o in above.items() if at[0] not in own}
+    tree = common | stage
+    above = {at: o for at, o in above.items() if at[0] not in stage}
     for at, o in origins.items():
         if at[:2] == ("stages", i) and at[2:3] != ("stage_name",):
             above[at[2:]] = o
-    warnings += foreign.expand(tree, above, lambda loc: loc[0] in own)
     trainer = tree.get("trainer")
     if isinstance(trainer, dict) and str(trainer.get("save_hf_checkpoint")).lower() == "never":
         tree = tree | {"trainer": trainer | {"save_hf_checkpoint": "last"}}
@@ -291,7 +274,7 @@ def select(values: dict[str, Any], origins: dict[Loc, str], name: str) -> Select
             f"stage {name}: trainer.save_hf_checkpoint is last instead of never, since stages hand "
             f"on their last model"
         )
-    return Selected(tree, above, {k: f"stages[{i}].{k}" for k in own}, tuple(warnings))
+    return Selected(tree, above, {k: f"stages[{i}].{k}" for k in stage}, tuple(warnings))
 
 
 def rekey(errors: Iterable[ConfigError], source: Source) -> list[ConfigError]:

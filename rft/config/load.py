@@ -16,16 +16,23 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rft.config import expansions, extends, foreign, yamlfile
-from rft.config.foreign import advice, value_advice
+from rft.config import extends, yamlfile
+from rft.config.hints import key_hint, refuse_other_tools, value_hint
 from rft.config.schema.root import RunConfig
 from rft.config.schema.source import Loc, Source, dotted, hidden, is_secret, leaves, plain, undotted
-from rft.config.schema.walk import aliases, all_keys, extra, field_at, fields_at
+from rft.config.schema.walk import all_keys, extra, field_at, fields_at, owner
 from rft.errors import ConfigError, ConfigErrors, nearest, raise_all
+from rft.schema.base import belongs
 from rft.secrets import REDACTED, is_secret_name, learn_secrets, looks_random, url_passwords
 
 _PATH = re.compile(r"""[^.\[\]"']+(\.?\[-?\d+\]|\.[^.\[\]"']+)*""")
 _ENV = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_][A-Za-z0-9_]*)")
+_KEY = re.compile(r"\$\{\s*(?:oc\.select\s*:\s*)?([\w.\[\]-]+)")
+_UNREADABLE = (
+    "cannot be read; write ${oc.env:NAME}, ${oc.env:NAME,DEFAULT} or ${another.key}; as a text "
+    "\\${...}"
+)
+MAX_DEPTH = 64  # of references to keys that refer to others
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, stage: str = "") -> RunConfig:
@@ -45,11 +52,7 @@ def from_dict(values: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfi
             "belongs into a file, whose folder it is relative to; merge the values yourself",
             key="extends",
         )
-    origins: dict[Loc, str] = {}
-    warnings = foreign.expand(values, origins)
-    return validate(
-        _source(None, extends.Written(values, origins, "", [], warnings), overrides, "")
-    )
+    return validate(_source(None, extends.Written(values, {}, "", []), overrides, ""))
 
 
 def stage_names(path: str | Path, overrides: Sequence[str] = ()) -> tuple[str, ...]:
@@ -72,6 +75,7 @@ def validate(source: Source, retyped: dict[str, Any] | None = None) -> RunConfig
     are read as numbers here.
     """
     values = dict(source.values) if retyped is None else retyped
+    refuse_other_tools(values, lambda key: source.where((key,)))
     try:
         config = RunConfig.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as e:
@@ -111,7 +115,7 @@ def _source(
         origins=origins,
         raw_texts=raw,
         files=tuple(written.files),
-        warnings=(*written.warnings, *chosen.warnings),
+        warnings=chosen.warnings,
         stage=stage,
         sections=chosen.sections,
     )
@@ -140,13 +144,6 @@ def _override(written: extends.Written, overrides: Sequence[str]) -> dict[Loc, s
         written.origins.update((leaf, "override") for leaf, _ in leaves(value, loc))
         raw[loc] = text
     raise_all(errors)
-
-    def given_here(loc: Loc) -> bool:
-        return any(
-            o.startswith("override") for at, o in written.origins.items() if at[: len(loc)] == loc
-        )
-
-    written.warnings += foreign.expand(written.values, written.origins, given_here)
     return raw
 
 
@@ -178,12 +175,12 @@ def assign(values: dict[str, Any], override: str) -> tuple[Loc, tuple[str, Any]]
             steps[i] = _index(step, place, done, override)
         elif isinstance(step, int):
             here = dotted(done) or "the top level"
-            why = (
+            problem = (
                 "is not a list"
                 if place
                 else f"is not written, so it has no entries; write {here}=[...]"
             )
-            raise ConfigError(f"override {override!r}: {here} {why}", key=dotted(done))
+            raise ConfigError(f"override {override!r}: {here} {problem}", key=dotted(done))
         if i == len(steps) - 1:
             place[steps[i]] = value
             break
@@ -215,92 +212,117 @@ def _index(step: str | int, place: list[Any], done: Loc, override: str) -> int:
 def _interpolate(
     values: dict[str, Any], origins: Mapping[Loc, str] | None = None
 ) -> tuple[dict[str, Any], dict[Loc, str]]:
-    """`${oc.env:X}`, `${oc.env:X,default}` and `${a.b}` replaced; and the text of each leaf that
-    had one.
+    """Replace `${oc.env:X}`, `${oc.env:X,default}` and `${a.b}`; also return the text of each leaf
+    that had one.
     """
-    written = list(leaves(values))
-    marked = [(loc, leaf) for loc, leaf in written if isinstance(leaf, str) and "${" in leaf]
+    marked = {loc: leaf for loc, leaf in leaves(values) if isinstance(leaf, str) and "${" in leaf}
     if not marked:
         return values, {}
-    expansions.refuse_bombs(written, origins or {})
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    return _References(values, marked, origins or {}).resolve()
 
-    errors: list[ConfigError] = []
-    texts: dict[Loc, str] = {}
 
-    def wrong(loc: Loc, leaf: str, message: str) -> None:
-        line = re.match(r"[^(]*", (origins or {}).get(loc, ""))
-        where = f"  ({line[0].strip()})" if line and line[0].strip() else ""
-        given = REDACTED if any(is_secret(str(part), leaf) for part in loc) else leaf
-        errors.append(
-            ConfigError(f"given {given!r}: {message}{where}", key=dotted(loc), given=given)
+class _References:
+    """The leaves with references, each resolved once, after the leaves that it refers to."""
+
+    def __init__(
+        self, values: dict[str, Any], marked: dict[Loc, str], origins: Mapping[Loc, str]
+    ) -> None:
+        self._values = values
+        self._marked = marked
+        self._origins = origins
+        self._resolved: dict[Loc, Any] = {}
+        self._open: list[Loc] = []
+        self._size = 0  # characters of all resolved leaves
+        self._errors: list[ConfigError] = []
+
+    def resolve(self) -> tuple[dict[str, Any], dict[Loc, str]]:
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        for loc, leaf in self._marked.items():
+            try:
+                OmegaConf.create([leaf])
+            except OmegaConfBaseException:
+                self._refuse(loc, _UNREADABLE)
+        raise_all(self._errors)
+        self._tree = OmegaConf.create(self._values)
+        for loc in self._marked:
+            self._resolve_leaf(loc)
+        raise_all(self._errors)
+        learn_secrets(
+            self._resolved[loc]
+            for loc, leaf in self._marked.items()
+            if isinstance(self._resolved[loc], str)
+            and any(is_secret_name(n) for n in _ENV.findall(leaf))
         )
+        values = OmegaConf.to_container(self._tree, resolve=True)
+        assert isinstance(values, dict)
+        texts = {loc: text for loc, text in self._resolved.items() if isinstance(text, str)}
+        return {str(k): v for k, v in values.items()}, texts
 
-    for loc, leaf in marked:
+    def _resolve_leaf(self, loc: Loc) -> None:
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        if loc in self._resolved or loc in self._open:  # a circle is OmegaConf's to name
+            return
+        if len(self._open) == MAX_DEPTH:
+            self._refuse(loc, f"is reached through more than {MAX_DEPTH} references in a row")
+            raise_all(self._errors)
+        self._open.append(loc)
+        for key in _KEY.findall(self._marked[loc]):
+            target = undotted(key)
+            for at in self._marked:
+                if at[: len(target)] == target:
+                    self._resolve_leaf(at)
+        self._open.pop()
         try:
-            OmegaConf.create([leaf])
-        except OmegaConfBaseException:
-            wrong(
-                loc,
-                leaf,
-                "cannot be read; write ${oc.env:NAME}, ${oc.env:NAME,DEFAULT} or ${another.key}; "
-                "as a text \\${...}",
-            )
-    raise_all(errors)
-    tree = OmegaConf.create(values)
-    for loc, leaf in marked:
-        try:
-            node: Any = tree
-            for step in loc:
+            node: Any = self._tree
+            for step in loc[:-1]:
                 node = node[step]
-            if isinstance(node, str):
-                texts[loc] = node
+            value = node[loc[-1]]
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value, resolve=True)
         except OmegaConfBaseException as e:
-            said = re.sub(
-                r"^.*?raised while resolving interpolation: ", "", str(e).strip().partition("\n")[0]
+            reason = str(e).strip().partition("\n")[0]
+            reason = re.sub(r"^.*?raised while resolving interpolation: ", "", reason)
+            self._refuse(loc, f"{reason}{_remedy(self._marked[loc], e)}")
+            self._resolved[loc] = None
+            return
+        self._size = self._size + sum(len(str(leaf)) + 50 for _, leaf in leaves(value))
+        if self._size > yamlfile.MAX_BYTES:
+            self._refuse(
+                loc, f"its references unfold to more than {yamlfile.MAX_BYTES:,} characters"
             )
-            wrong(loc, leaf, f"{said}{_remedy(leaf, e)}")
-    raise_all(errors)
-    learn_secrets(
-        texts[loc]
-        for loc, leaf in marked
-        if loc in texts and any(is_secret_name(n) for n in _ENV.findall(leaf))
-    )
-    replaced = OmegaConf.to_container(tree, resolve=True)
-    assert isinstance(replaced, dict)
-    return {str(k): v for k, v in replaced.items()}, texts
+            raise_all(self._errors)
+        self._resolved[loc] = value
+        node[loc[-1]] = value.replace("${", "\\${") if isinstance(value, str) else value
+
+    def _refuse(self, loc: Loc, message: str) -> None:
+        line = self._origins.get(loc, "").partition("(")[0].strip()
+        leaf = self._marked[loc]
+        shown = REDACTED if any(is_secret(str(part), leaf) for part in loc) else leaf
+        text = f"given {shown!r}: {message}{f'  ({line})' if line else ''}"
+        self._errors.append(ConfigError(text, key=dotted(loc), given=shown))
 
 
 def _remedy(leaf: str, error: Exception) -> str:
-    """What to do about a reference that leads nowhere."""
+    """Say what to do about a reference that leads nowhere."""
     if "not found" not in str(error):
         return ""
     if missing := _ENV.findall(leaf):
         return f"; set it, or write ${{oc.env:{missing[0]},DEFAULT}}"
-    if (key := re.search(r"key '([^']+)' not found", str(error))) and field_at(
-        undotted(key[1])
-    ) is not None:
+    key = re.search(r"key '([^']+)' not found", str(error))
+    if key and field_at(undotted(key[1])) is not None:
         return "; references see what is written, no defaults: write that key, too"
     return "; a text that is no reference is written \\${...}"
-
-
-_VALUE_WANTED = {
-    "int_type",
-    "int_parsing",
-    "int_from_float",
-    "float_type",
-    "float_parsing",
-    "bool_type",
-    "bool_parsing",
-}
 
 
 def _retype(
     values: dict[str, Any], error: ValidationError, source: Source
 ) -> dict[str, Any] | None:
-    """`values` with leaves that came as text read the way the schema wants them; None if there is
-    nothing to do.
+    """Return `values` with leaves that came as text read the way the schema wants them; None if
+    nothing changes.
     """
     changed = False
     values = json.loads(json.dumps(values))
@@ -312,12 +334,13 @@ def _retype(
         for step in loc[:-1]:
             place = place[step]
         old = place[loc[-1]]
-        if e["type"] == "string_type" and not isinstance(old, str | dict | list | None.__class__):
-            place[loc[-1]], changed = source.raw_texts[loc], True
-        elif e["type"] in _VALUE_WANTED and isinstance(old, str):
+        new = old
+        if e["type"] == "string_type" and isinstance(old, bool | int | float):
+            new = source.raw_texts[loc]
+        elif e["type"].startswith(("int_", "float_", "bool_")) and isinstance(old, str):
             new = yamlfile.scalar(old, dotted(loc))
-            changed = changed or new != old
-            place[loc[-1]] = new
+        changed = changed or new != old
+        place[loc[-1]] = new
     return values if changed else None
 
 
@@ -326,34 +349,34 @@ def _retype(
 
 def explain(error: ValidationError, source: Source) -> list[ConfigError]:
     """One ConfigError for each key that is wrong, in the order of the schema."""
-    found: dict[str, ConfigError] = {}
+    errors: dict[str, ConfigError] = {}
     for e in error.errors(include_url=False):
         loc = _real(tuple(e["loc"]), source.values)
         key = dotted(loc)
-        if key not in found:
-            found[key] = ConfigError(
+        if key not in errors:
+            errors[key] = ConfigError(
                 _sentence(e, loc, source), key=key, given=_shown(loc, e.get("input"))
             )
-    return list(found.values())
+    return list(errors.values())
 
 
 def _sentence(e: Any, loc: Loc, source: Source) -> str:
     key = dotted(loc)
     kind = e["type"]
-    given = e.get("input")
+    value = e.get("input")
     where = f"  ({source.where(loc)})" if source.where(loc) else ""
     if kind == "extra_forbidden":
-        return f"{_unknown(loc, given)}{where}"
+        return f"{_unknown(loc, value, source)}{where}"
     if kind == "missing":
         field = field_at(loc)
         return f"is required: {field.description if field and field.description else 'write it'}"
-    got = f"given {_show(_shown(loc, _written(source, loc, given)))}"
-    if hint := value_advice(key, given):
+    got = f"given {_show(_shown(loc, _written(source, loc, value)))}"
+    if hint := value_hint(key, value):
         return f"{got}: {hint}{where}"
-    return f"{got}; {_allowed(e, loc)}{', or left out' if given is None else ''}{where}"
+    return f"{got}; {_allowed(e, loc)}{', or left out' if value is None else ''}{where}"
 
 
-def _written(source: Source, loc: Loc, given: Any) -> Any:
+def _written(source: Source, loc: Loc, default: Any) -> Any:
     """The value before validators changed its case."""
     value: Any = source.values
     for part in loc:
@@ -362,18 +385,21 @@ def _written(source: Source, loc: Loc, given: Any) -> Any:
         try:
             value = value[part]
         except (KeyError, IndexError, TypeError):
-            return given
+            return default
     return value
 
 
-def _unknown(loc: Loc, given: Any) -> str:
+def _unknown(loc: Loc, value: Any, source: Source) -> str:
     key = dotted(loc)
-    if text := advice(key):
+    if text := key_hint(key):
         return text
+    if choice := owner(loc):
+        chooser = choice.partition(" ")[0]
+        field = field_at((*loc[:-1], chooser))
+        default = field.default if field else None
+        return belongs(choice, chooser, _written(source, (*loc[:-1], chooser), default))
     fields = fields_at(loc[:-1])
-    if same := next((n for n, f in fields.items() if loc[-1] in aliases(f)), ""):
-        return f"is another name of {same}, which is written too; write one of them"
-    near = [n for n in fields if not isinstance(given, dict) or fields_at((*loc[:-1], n))]
+    near = [n for n in fields if not isinstance(value, dict) or fields_at((*loc[:-1], n))]
     return (
         f"unknown key.{did_you_mean(loc, near)}  Known here: "
         f"{', '.join(fields) or 'nothing, it is a value'}"
@@ -381,93 +407,65 @@ def _unknown(loc: Loc, given: Any) -> str:
 
 
 def did_you_mean(loc: Loc, near: list[str]) -> str:
-    """A question with the key of the same name elsewhere, the nearest of the names `near` at the
-    same place, or the nearest of all.
+    """Return a question with the key of the same name elsewhere, the nearest of the names `near` at
+    the same place, or the nearest of all.
     """
-    key = dotted(loc)
     last = str(loc[-1])
-    close = [k for k in all_keys() if k.rsplit(".", 1)[-1] == last]
+    by_name = {k.rpartition(".")[2]: k for k in reversed(all_keys())}
     here = difflib.get_close_matches(last, near, n=1, cutoff=0.65) or [
         n for n in near if len(last) > 2 and last in n
     ]
-    close = close or _below(loc, last) or [dotted((*loc[:-1], n)) for n in here]
-    close = close or [
-        k
-        for k in difflib.get_close_matches(key, all_keys(), n=1, cutoff=0.9)
-        if not key.startswith(f"{k}.")
-    ]
+    close = (
+        [k for k in all_keys() if k.rpartition(".")[2] == last]
+        or [dotted((*loc[:-1], n)) for n in here]
+        or [by_name[n] for n in difflib.get_close_matches(last, by_name, n=1, cutoff=0.9)]
+    )
     return f"  Did you mean {' or '.join(close[:2])}?" if close else ""
 
 
-def _below(loc: Loc, last: str) -> list[str]:
-    """A key deeper in the same section whose name is all but `last`: engine_nums →
-    rollout_model.engine_num.
-    """
-    section = f"{dotted(loc[:-1])}." if len(loc) > 1 else ""
-    inside = {
-        k.rsplit(".", 1)[-1]: k for k in reversed(all_keys()) if section and k.startswith(section)
-    }
-    return [inside[n] for n in difflib.get_close_matches(last, inside, n=1, cutoff=0.9)]
+_ALLOWED = {  # kind of pydantic's error -> what is allowed
+    "greater_than": "must be greater than {gt}{unit}",
+    "greater_than_equal": "must be at least {ge}{unit}",
+    "less_than": "must be less than {lt}{unit}",
+    "less_than_equal": "must be at most {le}{unit}",
+    "finite_number": "must be a finite number{unit}",
+    "int": "must be a whole number{unit}{quotes}",
+    "float": "must be a number{unit}{quotes}",
+    "bool": "must be true or false{quotes}",
+    "string_type": "must be a text",
+    "string_pattern_mismatch": "must begin with a letter or digit and hold no slash and no "
+    "invisible character, since it becomes part of a path",
+    "string_too_long": "must have at most {max_length} characters",
+    "too_long": "must have at most {max_length} of them",
+    "too_short": "must have at least {min_length} of them",
+}
+_WORDS = ("true", "false", "yes", "no", "on", "off")
 
 
 def _allowed(e: Any, loc: Loc) -> str:
     kind = e["type"]
-    ctx = e.get("ctx", {})
-    bounds = {
-        "greater_than": ("gt", "greater than"),
-        "greater_than_equal": ("ge", "at least"),
-        "less_than": ("lt", "less than"),
-        "less_than_equal": ("le", "at most"),
-    }
-    if kind in bounds:
-        name, word = bounds[kind]
-        return f"must be {word} {_number(ctx[name])}{_unit(loc)}"
-    if kind == "literal_error" or kind == "enum":
-        hint = nearest(
-            str(e.get("input")).lower(),
-            [n.strip(" '") for n in ctx["expected"].replace(" or ", ", ").split(",")],
-        )
+    given = e.get("input")
+    names = list(fields_at(loc))
+    ctx = {k: _number(v) for k, v in e.get("ctx", {}).items()}
+    if kind == "literal_error":
+        hint = nearest(str(given).lower(), re.findall(r"'([^']*)'", ctx["expected"]))
         return f"must be one of {ctx['expected']}{'.' if hint else ''}{hint}"
-    quoted = isinstance(e.get("input"), str) and kind not in ("string_type",)
-    tail = "; remove the quotes" if quoted and yamlfile.is_number(e["input"]) else ""
-    if kind.startswith("int"):
-        return f"must be a whole number{_unit(loc)}{tail}"
-    if kind == "finite_number":
-        return f"must be a finite number{_unit(loc)}"
-    if kind.startswith("float"):
-        return f"must be a number{_unit(loc)}{tail}"
-    if kind.startswith("bool"):
-        named = quoted and e["input"].strip().lower() in ("true", "false", "yes", "no", "on", "off")
-        return f"must be true or false{'; remove the quotes' if named else ''}"
-    if kind == "string_type":
-        return (
-            "must be a text"
-            if isinstance(e.get("input"), dict | list | None)
-            else "must be a text; put it in quotes"
-        )
     if kind in ("tuple_type", "list_type"):
-        names = list(fields_at(loc))
-        return (
-            f"must be a list of mappings: [{{{names[0]}: ..., {names[1]}: ...}}]"
-            if len(names) > 1
-            else "must be a list: [a, b]"
-        )
+        entry = f"{{{names[0]}: ..., {names[1]}: ...}}" if len(names) > 1 else ""
+        return f"must be a list of mappings: [{entry}]" if entry else "must be a list: [a, b]"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        names = list(fields_at(loc))
         return f"must be a mapping{' with keys such as ' + ', '.join(names[:5]) if names else ''}"
-    if kind == "string_pattern_mismatch":
-        return (
-            "must begin with a letter or digit and hold no slash and no invisible character, "
-            "since it becomes part of a path"
-        )
-    if kind in ("too_long", "too_short"):
-        most = ctx.get("max_length")
-        least = ctx.get("min_length")
-        return f"must have at {f'most {most}' if least is None else f'least {least}'} of them"
-    if kind == "string_too_long":
-        return f"must have at most {ctx['max_length']} characters"
-    text = str(e["msg"]).removeprefix("Value error, ")
-    return text[0].lower() + text[1:]
+    sentence = _ALLOWED.get(kind) or _ALLOWED.get(kind.partition("_")[0])
+    if sentence is None:
+        text = str(e["msg"]).removeprefix("Value error, ")
+        return text[0].lower() + text[1:]
+    is_quoted = isinstance(given, str) and (
+        given.strip().lower() in _WORDS if kind.startswith("bool") else yamlfile.is_number(given)
+    )
+    quotes = "; remove the quotes" if is_quoted else ""
+    if kind == "string_type" and isinstance(given, bool | int | float):
+        sentence += "; put it in quotes"
+    return sentence.format(unit=_unit(loc), quotes=quotes, **ctx)
 
 
 def _number(value: Any) -> str:
@@ -495,19 +493,19 @@ def _real(loc: tuple[Any, ...], values: Any) -> Loc:
     """pydantic puts names of union members and validators into the path; what stands in `values`,
     keys and indexes stay.
     """
-    kept: list[str | int] = []
+    keys: list[str | int] = []
     for part in loc:
-        there = part in (
+        exists = part in (
             values
             if isinstance(values, dict)
             else range(len(values))
             if isinstance(values, list)
             else ()
         )
-        if there or not (
+        if exists or not (
             any(c in str(part) for c in "[(- ")
-            or (kept and part in ("str", "int", "float", "bool"))
+            or (keys and part in ("str", "int", "float", "bool"))
         ):
-            kept.append(part)
-            values = values[part] if there else None
-    return tuple(kept)
+            keys.append(part)
+            values = values[part] if exists else None
+    return tuple(keys)

@@ -1,7 +1,7 @@
 """Mode train: a data set instead of an explorer.  Which algorithms read one, what the experience
 buffer's keys say of it, how many steps.
 
-Part of `resolve`; the same rules hold here.  `look` belongs to the second stage of `check`.
+Part of `resolve`; the same rules hold here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
 
 from rft.algorithm.base import Data
 from rft.algorithm.catalog import algorithm_defaults, check_args, losses
@@ -26,10 +25,6 @@ from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
 from rft.taskset.settings import FILES, OfflineDataSettings, TasksetSettings
 
-if TYPE_CHECKING:
-    from rft.config.plan import Plan
-    from rft.config.preview import TasksetPreview
-
 KEY = "buffer.trainer_input.experience_buffer"
 BUFFERS = "buffer.trainer_input.auxiliary_buffers"
 _ONLY_HERE = ("split", "subset_name", "format", "data_selector", "eval_split", "filter_overlong")
@@ -45,13 +40,15 @@ _OF_A_STORAGE = (
     *("replay_buffer", "max_retry_times", "max_retry_interval"),
 )
 _OTHER_COLUMNS: dict[Data, tuple[str, ...]] = {
-    "chats": ("chosen_key", "rejected_key"),
-    "pairs": ("response_key", "enable_concatenated_multi_turn"),
+    "chats": ("chosen_key", "rejected_key", "label_key"),
+    "pairs": ("response_key", "enable_concatenated_multi_turn", "label_key"),
+    "labels": ("chosen_key", "rejected_key", "enable_concatenated_multi_turn"),
     "texts": (
         *(
             "response_key",
             "chosen_key",
             "rejected_key",
+            "label_key",
             "enable_concatenated_multi_turn",
             "tools_key",
             "system_prompt",
@@ -83,7 +80,7 @@ def kind(config: RunConfig) -> Data | None:
         return None  # told by `resolve`
 
 
-def wanted(
+def data_sets(
     ctx: Context, algorithm: AlgorithmSettings, name: str, engine: EngineSettings
 ) -> DataSets | None:
     """The data sets of the run; None where it reads none.  `engine` says how chats become tokens."""
@@ -93,6 +90,28 @@ def wanted(
         return None
     _parts(algorithm, data, ctx)
     b = ctx.config.buffer.trainer_input.experience_buffer
+    _check_rows_to_train_on(ctx, b)
+    _warn_unused(ctx, b, data)
+    source = _source(ctx, b, b.split or "train", name, data, engine)
+    if b.eval_split is None:
+        if ctx.config.trainer.eval_interval:
+            ctx.error(
+                "trainer.eval_interval", f"needs {KEY}.eval_split: the rows that are held out"
+            )
+        ctx.note("no eval_split: the loss on rows that are not trained is not computed")
+        return DataSets(source, None)
+    if b.eval_split == (b.split or "train"):
+        ctx.error(f"{KEY}.eval_split", "is the split that is trained on; name another one")
+    elif (b.path or "").lower().endswith(FILES):
+        text = (
+            f"needs a data set with splits, and {b.path} is one file; name a folder with a file "
+            f"for each split"
+        )
+        ctx.error(f"{KEY}.eval_split", text)
+    return DataSets(source, _source(ctx, b, b.eval_split, f"{name}_{b.eval_split}", data, engine))
+
+
+def _check_rows_to_train_on(ctx: Context, b: ExperienceBufferConfig) -> None:
     if b.path is None:
         ctx.error(
             f"{KEY}.path",
@@ -115,17 +134,20 @@ def wanted(
             "is kept in the ledger of what was sampled; rows of a data set are in none.  Write "
             "false",
         )
+
+
+def _warn_unused(ctx: Context, b: ExperienceBufferConfig, data: Data) -> None:
     _idle(ctx, b, KEY, data)
-    ctx.config.buffer.idle(
+    ctx.config.buffer.warn_unused(
         "buffer",
         ("on_short_batch", "max_refill", "resume_rows"),
         "a data set is read as it is",
         ctx,
     )
     if ctx.config.buffer.train_batch_size not in (None, 0, ctx.config.buffer.batch_size):
-        ctx.config.buffer.idle("buffer", ("batch_size",), "train_batch_size is written", ctx)
+        ctx.config.buffer.warn_unused("buffer", ("batch_size",), "train_batch_size is written", ctx)
     if (ctx.config.algorithm.repeat_times or 1) > 1:
-        ctx.config.algorithm.idle(
+        ctx.config.algorithm.warn_unused(
             "algorithm", ("repeat_times",), f"{data} that are given are trained once each", ctx
         )
     if data == "pairs" and ctx.config.resume_from_path:
@@ -140,25 +162,8 @@ def wanted(
             "buffer.explorer_input has no effect: mode train explores nothing; see eval_split for "
             "rows that are held out"
         )
-    why = "given rows are not played; those that are held out have trainer.eval_interval"
-    ctx.config.explorer.idle("explorer", ("max_timeout", *PLAYING), why, ctx)
-    given = _source(ctx, b, b.split or "train", name, data, engine)
-    if b.eval_split is None:
-        if ctx.config.trainer.eval_interval:
-            ctx.error(
-                "trainer.eval_interval", f"needs {KEY}.eval_split: the rows that are held out"
-            )
-        ctx.note("no eval_split: the loss on rows that are not trained is not computed")
-        return DataSets(given, None)
-    if b.eval_split == (b.split or "train"):
-        ctx.error(f"{KEY}.eval_split", "is the split that is trained on; name another one")
-    elif (b.path or "").lower().endswith(FILES):
-        text = (
-            f"needs a data set with splits, and {b.path} is one file; name a folder with a file "
-            f"for each split"
-        )
-        ctx.error(f"{KEY}.eval_split", text)
-    return DataSets(given, _source(ctx, b, b.eval_split, f"{name}_{b.eval_split}", data, engine))
+    reason = "given rows are not played; those that are held out have trainer.eval_interval"
+    ctx.config.explorer.warn_unused("explorer", ("max_timeout", *PLAYING), reason, ctx)
 
 
 def expert(
@@ -190,18 +195,18 @@ def expert(
             f"{key}.data_selector.selector_type", "an expert's rows come sequential or shuffle"
         )
     _idle(ctx, b, key, "chats")
-    b.idle(key, ("eval_split",), "no loss of the expert's rows is computed beside", ctx)
+    b.warn_unused(key, ("eval_split",), "no loss of the expert's rows is computed beside", ctx)
     ctx.note(f"each train batch has {own_rows} rows of the policy and {count} of {name}")
-    if whole := ctx.config.buffer.train_batch_size:
-        own = whole - math.ceil(whole * share)
+    if step_rows := ctx.config.buffer.train_batch_size:
+        sampled_rows = step_rows - math.ceil(step_rows * share)
         ctx.warn(
-            f"buffer.train_batch_size {whole} counts the policy's rows alone; to count the "
-            f"expert's as well, write {own}"
+            f"buffer.train_batch_size {step_rows} counts the policy's rows alone; to count the "
+            f"expert's as well, write {sampled_rows}"
         )
-    given = _source(ctx, b, b.split or "train", name, "chats", engine, key)
+    source = _source(ctx, b, b.split or "train", name, "chats", engine, key)
     return MixSettings(
-        name=name, rows=count, shuffle=given.rows.selector == "shuffle", seed=given.rows.seed
-    ), given
+        name=name, rows=count, shuffle=source.rows.selector == "shuffle", seed=source.rows.seed
+    ), source
 
 
 def _idle(ctx: Context, b: ExperienceBufferConfig, key: str, data: Data) -> None:
@@ -213,8 +218,8 @@ def _idle(ctx: Context, b: ExperienceBufferConfig, key: str, data: Data) -> None
         )
     if "storage_type" in b.model_fields_set and b.storage_type != "file":
         ctx.error(f"{key}.storage_type", f"is {b.storage_type}; a data set is read with file")
-    b.idle(key, _OF_A_STORAGE, "a data set is read as it is", ctx)
-    b.format.idle(f"{key}.format", _OTHER_COLUMNS[data], f"{data} are read", ctx)
+    b.warn_unused(key, _OF_A_STORAGE, "a data set is read as it is", ctx)
+    b.format.warn_unused(f"{key}.format", _OTHER_COLUMNS[data], f"{data} are read", ctx)
 
 
 def _parts(a: AlgorithmSettings, data: Data, p: Problems) -> None:
@@ -222,13 +227,13 @@ def _parts(a: AlgorithmSettings, data: Data, p: Problems) -> None:
     refused.
     """
     # a plugin says nothing; a row that it cannot use is told at the first step
-    loss = losses().get(a.policy_loss_fn)
-    if loss is not None and (loss.samples != "none" or loss.pairs != (data == "pairs")):
-        fit = [
-            name
-            for name, model in losses().items()
-            if model.samples == "none" and model.pairs == (data == "pairs")
-        ]
+    fit = [
+        name
+        for name, model in losses().items()
+        if model.samples == "none"
+        and (model.pairs, model.labels) == (data == "pairs", data == "labels")
+    ]
+    if a.policy_loss_fn in losses() and a.policy_loss_fn not in fit:
         text = (
             f"{a.policy_loss_fn} does not read {data} as algorithm {a.algorithm_type} gives "
             f"them; use {', '.join(fit)}"
@@ -248,7 +253,7 @@ def _elsewhere(ctx: Context, algorithm: AlgorithmSettings) -> None:
     """Keys of a data set where none is read."""
     a = ctx.config.algorithm.algorithm_type
     b = ctx.config.buffer.trainer_input.experience_buffer
-    plain = ExperienceBufferConfig()
+    default = ExperienceBufferConfig()
     try:
         data = algorithm_defaults(a).data
     except ConfigError:
@@ -260,14 +265,16 @@ def _elsewhere(ctx: Context, algorithm: AlgorithmSettings) -> None:
         )
         ctx.error("mode", text)
         return
-    if (loss := losses().get(algorithm.policy_loss_fn)) is not None and loss.pairs:
+    loss = losses().get(algorithm.policy_loss_fn)
+    if loss is not None and (loss.pairs or loss.labels):
+        name = algorithm.policy_loss_fn
         text = (
-            f"{algorithm.policy_loss_fn} compares pairs, which are not sampled; write mode: "
-            f"train and algorithm_type: dpo"
+            f"{name} compares {'pairs' if loss.pairs else 'labels'}, which are not sampled; write "
+            f"mode: train and algorithm_type: {name}"
         )
         ctx.error("algorithm.policy_loss_fn", text)
     for key in _ONLY_HERE:
-        if getattr(b, key) != getattr(plain, key):
+        if getattr(b, key) != getattr(default, key):
             text = (
                 "says how a data set is read, and only mode: train with sft, cpt or dpo reads one"
             )
@@ -308,6 +315,7 @@ def _source(
         every_turn=b.format.enable_concatenated_multi_turn,
         chosen_key=b.format.chosen_key,
         rejected_key=b.format.rejected_key,
+        label_key=b.format.label_key,
         filter_overlong=b.filter_overlong,
     )
 
@@ -319,6 +327,12 @@ def steps(ctx: Context, data: DataSets, num_batches: NumBatches | None) -> tuple
     size = b.train_batch_size or b.batch_size
     if not b.train_batch_size:
         ctx.derive("buffer.train_batch_size", size, "buffer.batch_size")
+    if data.trained.kind == "labels" and size < 2:
+        ctx.error(
+            "buffer.train_batch_size",
+            "must be at least 2: the reference point comes from prompts with the answers of others",
+            given=size,
+        )
     limits = [
         n
         for n in (b.total_steps, -(-b.total_tasks // size) if b.total_tasks else None)
@@ -328,11 +342,11 @@ def steps(ctx: Context, data: DataSets, num_batches: NumBatches | None) -> tuple
     limits += [] if t.total_steps is None else [t.total_steps]
     if (by_epochs or not limits) and num_batches is not None and not ctx.errors:
         epochs = b.total_epochs or 1
-        with ctx.taking():
-            limits.append(whole := num_batches((data.trained.rows,), size, epochs))
+        with ctx.collect_errors():
+            limits.append(epoch_steps := num_batches((data.trained.rows,), size, epochs))
             ctx.derive(
                 "buffer.total_steps",
-                whole,
+                epoch_steps,
                 f"{epochs} epoch(s) of the data set in batches of {size}",
             )
     elif not limits:
@@ -341,103 +355,3 @@ def steps(ctx: Context, data: DataSets, num_batches: NumBatches | None) -> tuple
     if t.total_steps != total:
         ctx.derive("trainer.total_steps", total, "buffer.total_steps")
     return size, total
-
-
-# ---------------------------------------------------------------- second stage
-
-
-def look(plan: Plan, problems: Problems) -> tuple[list[TasksetPreview], dict[str, int]]:
-    """What the rows look like as tokens, and how many there are in each data set by its name;
-    trained text stands between « and ».
-    """
-    from rft.config.preview import placed
-
-    previews = []
-    counts = {}
-    for settings, is_eval in (
-        (plan.trainer.offline_data, False),
-        (plan.trainer.held_out, True),
-        (plan.expert, False),
-    ):
-        if settings is None:
-            continue
-        try:
-            preview = _look(settings, is_eval, problems)
-        except ConfigError as e:
-            problems.take(placed(e, settings.rows))
-            continue
-        if settings is not plan.expert:
-            previews.append(preview)
-            counts[settings.rows.name] = preview.num_rows
-        elif plan.mix is not None:
-            with problems.taking():
-                plan.mix.fits(preview.num_rows)
-    return previews, counts
-
-
-def _look(settings: OfflineDataSettings, is_eval: bool, problems: Problems) -> TasksetPreview:
-    from rft.config.preview import RowPreview, TasksetPreview
-    from rft.taskset.chatfiles import open_chat
-    from rft.taskset.offline_data import end_tokens, open_offline_data, sides
-
-    data = open_offline_data(settings)
-    chat = open_chat(settings.model_path)
-    if data.left_out:
-        problems.note(f"{settings.rows.name}: {data.left_out}")
-    ends = end_tokens(chat, settings)
-    answers = [tokens for record in data.records for tokens, _ in sides(record)]
-    if settings.kind != "texts" and (
-        unended := sum(int(tokens[-1]) not in ends for tokens in answers)
-    ):
-        problems.warn(
-            f"{settings.rows.key}: {unended} of {len(answers)} answers end without an end token of "
-            f"the model, which are "
-            f"{chat.marked(ends, [False] * len(ends))!r}, so engines would go on after them.  Use "
-            f"a chat template that writes one, or add "
-            "the template's own to eos_token_id in generation_config.json"
-        )
-    lengths = data.lengths
-    rows = [
-        RowPreview(
-            index=record.id.task,
-            prompt="\n".join(
-                chat.marked(tokens.tolist(), mask.tolist()) for tokens, mask in sides(record)
-            ),
-            tokens=length,
-            truth=None,
-        )
-        for record, length in zip(data.records[:2], lengths, strict=False)
-    ]
-    return TasksetPreview(
-        name=settings.rows.name,
-        key=KEY,
-        num_rows=len(data),
-        is_eval=is_eval,
-        rows=tuple(rows),
-        mean_tokens=sum(lengths) / len(data),
-        mean_trained_tokens=data.trained_tokens / len(data),
-    )
-
-
-def summary(plan: Plan, previews: tuple[TasksetPreview, ...]) -> dict[str, Any]:
-    """What a train step and the whole run amount to."""
-    given = plan.trainer.offline_data
-    size = plan.trainer.batch_groups or 0
-    if given is None:  # the ledger of another run says it, step by step
-        return {
-            "train_steps": plan.total_steps,
-            **dict.fromkeys(("epochs", "rows", "kind", "tokens", "trained_tokens")),
-        }
-    data = next((t for t in previews if not t.is_eval), None)
-    return {
-        "train_steps": plan.total_steps,
-        "epochs": round(plan.total_steps * size / data.num_rows, 2)
-        if data is not None and plan.total_steps
-        else None,
-        "rows": size,
-        "kind": given.kind,
-        "tokens": round(size * data.mean_tokens) if data is not None and data.mean_tokens else None,
-        "trained_tokens": round(size * data.mean_trained_tokens)
-        if data is not None and data.mean_trained_tokens
-        else None,
-    }

@@ -11,17 +11,18 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rft.buffer.settings import BufferSettings, MixSettings
+from rft.config.gpus import count_gpus, smallest_gpu
 from rft.engine.settings import AuxiliarySettings, EngineSettings
-from rft.explorer.service_settings import ServeSettings
+from rft.explorer.service_settings import ServeRuntime
 from rft.explorer.settings import ExplorerSettings
 from rft.files.disk import read_regular
-from rft.monitor.settings import MonitorSettings
+from rft.monitor.settings import MonitorConfig, TrackedRun
 from rft.sync.schedule import Schedule
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import SyncConfig, SyncRuntime
 from rft.taskset.settings import OfflineDataSettings, TaskPipelineSettings, TasksetSettings
 from rft.trainer.settings import LearnerSettings, TrainerSettings
 
@@ -64,11 +65,11 @@ class ClusterSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Derived:
-    """A value that was not written: which key, what it became, and why."""
+    """A derived value of a key, and the reason for it."""
 
     key: str
     value: object
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ class Plan:
     joins: bool = False  # a run whose trainer is another process
     run_dir: Path
     explorer: ExplorerSettings
-    serve: ServeSettings | None = None  # instead of exploring
+    serve: ServeRuntime | None = None  # instead of exploring
     engines: tuple[EngineSettings, ...]
     auxiliary: tuple[AuxiliarySettings, ...] = ()  # judges, teachers, reward models
     buffer: BufferSettings
@@ -89,8 +90,11 @@ class Plan:
     expert: OfflineDataSettings | None = None  # and where they come from
     learner: LearnerSettings
     trainer: TrainerSettings
-    sync: SyncSettings
-    monitor: MonitorSettings
+    sync: SyncConfig
+    sync_runtime: SyncRuntime
+    schedule: Schedule
+    monitor: MonitorConfig
+    tracked_run: TrackedRun
     task_pipeline: TaskPipelineSettings | None = None
     cluster: ClusterSettings
     total_steps: int | None
@@ -127,7 +131,7 @@ class Plan:
             return most
         # a batch that is asked for because a step lacks rows begins before its turn; what that step
         # leaves of it feeds the next one
-        bound = schedule(self.sync).staleness_bound
+        bound = self.schedule.staleness_bound
         if bound is None:
             return None
         bound += self.buffer.on_short_batch == "carry"
@@ -141,13 +145,6 @@ class Plan:
         return self.explorer.batch_size * self.num_runs
 
 
-def schedule(sync: SyncSettings) -> Schedule:
-    """The schedule of these settings.  Raises ConfigError for a max_staleness that it cannot keep."""
-    return Schedule(
-        **{f.name: getattr(sync, f.name) for f in fields(Schedule) if f.name != "start_step"}
-    )
-
-
 def _read(path: str) -> str:
     """A small text file.  Raises OSError, also for bytes that are no text."""
     try:
@@ -158,16 +155,6 @@ def _read(path: str) -> str:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _gpus() -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = sum(p.name.removeprefix("nvidia").isdecimal() for p in Path("/dev").glob("nvidia*"))
-    return (
-        found
-        if visible is None
-        else min(found, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
-    )
 
 
 def _memory() -> int | None:
@@ -190,8 +177,8 @@ def _memory() -> int | None:
 
 def _free(folder: Path) -> int | None:
     """Bytes that `folder`, which may not be there yet, may still take of its disk."""
-    there = next((p for p in (folder, *folder.parents) if p.is_dir()), None)
-    return None if there is None else shutil.disk_usage(there).free
+    existing = next((p for p in (folder, *folder.parents) if p.is_dir()), None)
+    return None if existing is None else shutil.disk_usage(existing).free
 
 
 @dataclass(frozen=True)
@@ -199,9 +186,11 @@ class Facts:
     """What `resolve` may know of the world.  Give your own for another machine."""
 
     cpus: int = field(default_factory=_cores)
-    gpus: int = field(default_factory=_gpus)
+    gpus: int = field(default_factory=count_gpus)
     memory: int | None = field(default_factory=_memory)  # bytes of this machine; None = not judged
-    gpu_memory: int | None = None  # bytes of each GPU; None = not known
+    # bytes of the smallest GPU of this machine; None = not known
+    gpu_memory: int | None = field(default_factory=smallest_gpu)
+    gpu_memory_declared: bool = False  # it is that of the run's GPUs, wherever they are
     # bytes that a folder may still take; None = not judged
     disk: Callable[[Path], int | None] = _free
     exists: Callable[[str], bool] = os.path.exists

@@ -20,19 +20,21 @@ from rft.algorithm.catalog import (
     check_args,
     compares_in_groups,
     losses,
+    part_args,
     shipped,
 )
-from rft.algorithm.needs import correction_args
-from rft.algorithm.settings import AlgorithmSettings
+from rft.algorithm.settings import AlgorithmSettings, CorrectionConfig
 from rft.config.context import Context, Problems
 from rft.config.plan import Facts
 from rft.config.schema.trainer_section import CriticConfig
 from rft.errors import ConfigError, PluginError
 from rft.plugins import REGISTRY
+from rft.schema.base import belongs
 
 REINFORCE = "reinforce"
 _WITHOUT_KL = {  # advantages that a KL in the rewards does not reach
     **dict.fromkeys(("none", "on_policy_distill", "jsd"), "on an advantage that reads no rewards"),
+    "gdpo": "on reward parts, which alone gdpo reads",
     "gigpo": "where rows have rewards of their steps, which gigpo takes from info",
     "step_wise_grpo": "on steps before the last of a run, whose reward alone is read",
 }
@@ -50,7 +52,7 @@ def algorithm(ctx: Context) -> tuple[AlgorithmSettings, int, bool]:
         for folder in ctx.plugin_dirs:  # its parts are needed to resolve anything else
             REGISTRY.scan_folder(Path(folder).expanduser())
     base = next(iter(algorithms().values()))
-    with ctx.taking():
+    with ctx.collect_errors():
         base = algorithm_defaults(a.algorithm_type)
     if base.name != a.algorithm_type and not ctx.errors:
         ctx.warn(f"algorithm.algorithm_type: {a.algorithm_type} is the older name of {base.name}")
@@ -58,8 +60,13 @@ def algorithm(ctx: Context) -> tuple[AlgorithmSettings, int, bool]:
     for kind in KINDS:
         written = getattr(a, kind)
         default = getattr(base, kind)
-        own = getattr(a, f"{kind}_args")
-        if kind == "kl_loss_fn" and written is None and default == "none" and own.get("kl_coef"):
+        written_args = getattr(a, f"{kind}_args")
+        if (
+            kind == "kl_loss_fn"
+            and written is None
+            and default == "none"
+            and written_args.get("kl_coef")
+        ):
             written = WRITTEN_KL  # Trinity-RFT's own where only the coefficient is written
             ctx.warn(
                 f"algorithm.{kind}_args.kl_coef is written without {kind}, so {written} is taken; "
@@ -67,21 +74,21 @@ def algorithm(ctx: Context) -> tuple[AlgorithmSettings, int, bool]:
             )
         part = RENAMED.get((kind, written or default), written or default)
         if written is None:
-            ctx.derive(f"algorithm.{kind}", part, f"of algorithm {base.name}")
+            ctx.derive(f"algorithm.{kind}", part, f"algorithm {base.name}")
         elif part != written:
             ctx.warn(f"algorithm.{kind}: {written} is another name of {part}")
         inherited = getattr(base, f"{kind}_args") if part == default else {}
-        args = {**inherited, **_of_none(kind, part, own, ctx)}
-        if ctx.judged(kind, part):
-            with ctx.taking():
+        args = {**inherited, **_of_none(kind, part, written_args, ctx)}
+        if ctx.can_check_plugin(kind, part):
+            with ctx.collect_errors():
                 check_args(kind, part, args)
         low, high = (args.get(f"clip_range_{side}") for side in ("low", "high"))
-        if "clip_range" in own and None not in (low, high):
+        if "clip_range" in written_args and None not in (low, high):
             ctx.warn(
                 f"algorithm.{kind}_args.clip_range has no effect: clip_range_low is {low} and "
                 f"clip_range_high {high}; write these"
             )
-        _only_with(kind, part, own, args, ctx)
+        _only_with(kind, part, written_args, args, ctx)
         if kind in BUILT or kind == "sample_strategy":
             parts[kind], parts[f"{kind}_args"] = part, args
     loss_agg_mode = _loss_agg_mode(a.loss_agg_mode, base, parts["policy_loss_fn"], ctx)
@@ -91,7 +98,7 @@ def algorithm(ctx: Context) -> tuple[AlgorithmSettings, int, bool]:
             f"seq-mean-token-sum-norm"
         )
     repeat_times = ctx.chosen(
-        "algorithm.repeat_times", a.repeat_times, base.repeat_times, f"of algorithm {base.name}"
+        "algorithm.repeat_times", a.repeat_times, base.repeat_times, f"algorithm {base.name}"
     )
     settings = AlgorithmSettings(algorithm_type=base.name, loss_agg_mode=loss_agg_mode, **parts)
     settings = policies(ctx, settings)
@@ -100,8 +107,8 @@ def algorithm(ctx: Context) -> tuple[AlgorithmSettings, int, bool]:
 
 def _of_none(kind: str, part: str, args: dict[str, Any], p: Problems) -> dict[str, Any]:
     """`args` without those that the part would have if it were not `none`."""
-    others = [model for (k, _), model in shipped().items() if k == kind] if part == "none" else []
-    idle = [name for name in args if any(name in model.model_fields for model in others)]
+    models = [model for (k, _), model in shipped().items() if k == kind] if part == "none" else []
+    idle = [name for name in args if any(name in model.model_fields for model in models)]
     for name in idle:
         p.warn(f"algorithm.{kind}_args.{name} has no effect: {kind} is none")
     return {name: value for name, value in args.items() if name not in idle}
@@ -111,6 +118,7 @@ def _of_none(kind: str, part: str, args: dict[str, Any], p: Problems) -> dict[st
 _ONLY_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
     "target_kl": ("adaptive", (True,)),
     "horizon": ("adaptive", (True,)),
+    **dict.fromkeys(("target_entropy", "delta", "min_coef", "max_coef"), ("adaptive", (True,))),
     "delta_sequence_masking": ("enable_sequence_masking", (True,)),
     "mask_clip_range_low": ("enable_mask_clip", (True,)),
     "mask_clip_range_high": ("enable_mask_clip", (True,)),
@@ -122,14 +130,18 @@ _ONLY_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 
 def _only_with(
-    kind: str, part: str, own: dict[str, Any], args: dict[str, Any], p: Problems
+    kind: str, part: str, written_args: dict[str, Any], args: dict[str, Any], p: Problems
 ) -> None:
-    """Warns of written arguments that another argument leaves without effect."""
+    """Refuse written arguments of another choice; warn of those that a switch leaves unused."""
     fields = model.model_fields if (model := shipped().get((kind, part))) is not None else {}
-    for name in own.keys() & _ONLY_WITH.keys():
+    for name in written_args.keys() & _ONLY_WITH.keys():
         other, values = _ONLY_WITH[name]
         if other in fields and (value := args.get(other, fields[other].default)) not in values:
-            p.warn(f"algorithm.{kind}_args.{name} has no effect: {other} is {str(value).lower()}")
+            key = f"algorithm.{kind}_args.{name}"
+            if value in (False, "none"):
+                p.warn(f"{key} has no effect: {other} is {str(value).lower()}")
+            else:
+                p.error(key, belongs(f"{other} {' or '.join(values)}", other, value))
 
 
 def _loss_agg_mode(
@@ -148,11 +160,11 @@ def _loss_agg_mode(
         return written
     if model is None or model.agg_mode is None or loss == base.policy_loss_fn:
         mode = base.loss_agg_mode
-        of = f"of algorithm {base.name}"
+        source = f"algorithm {base.name}"
     else:
         mode = model.agg_mode
-        of = f"of policy loss {loss}"
-    p.derive("algorithm.loss_agg_mode", mode, of)
+        source = f"policy loss {loss}"
+    p.derive("algorithm.loss_agg_mode", mode, source)
     return mode
 
 
@@ -160,6 +172,13 @@ def reads_baseline(algorithm: AlgorithmSettings) -> bool:
     """Whether the explorer has to play every task once more, greedily."""
     args = shipped().get(("advantage_fn", algorithm.advantage_fn))
     return args is not None and args.baseline
+
+
+def teacher_top(algorithm: AlgorithmSettings) -> int:
+    """How many of a teacher's most likely tokens the policy loss reads."""
+    with suppress(ConfigError, PluginError):  # the check of its arguments reports it
+        return declared(part_args(algorithm, "policy_loss_fn")).teacher_top
+    return 0
 
 
 def needs_whole_groups(algorithm: AlgorithmSettings, compares: bool) -> bool:
@@ -171,9 +190,7 @@ def needs_whole_groups(algorithm: AlgorithmSettings, compares: bool) -> bool:
     if algorithm.kl_penalty_fn != "none" and compares:
         return True
     try:
-        return declared(
-            check_args("advantage_fn", algorithm.advantage_fn, algorithm.advantage_fn_args)
-        ).whole_groups
+        return declared(part_args(algorithm, "advantage_fn")).whole_groups
     except ConfigError:
         return False  # told by `algorithm`
 
@@ -183,7 +200,8 @@ def takes_any_sampling(algorithm: AlgorithmSettings) -> bool:
     the sampler, or a correction rejects.
     """
     model = losses().get(algorithm.policy_loss_fn)
-    rejects = (algorithm.rollout_correction or {}).get("rollout_rs", "none") != "none"
+    correction = algorithm.rollout_correction
+    rejects = correction is not None and bool(correction.rollout_rs)
     return rejects or (model is not None and model.samples == "none")
 
 
@@ -199,8 +217,8 @@ def advantage_inputs(algorithm: AlgorithmSettings, p: Problems) -> None:
             f"draws single rows, but policy loss {algorithm.policy_loss_fn!r} compares pairs; "
             f"leave it out",
         )
-    if algorithm.kl_penalty_fn != "none" and (why := _WITHOUT_KL.get(name)):
-        p.warn(f"algorithm.kl_penalty_fn has no effect {why}; write kl_loss_fn instead")
+    if algorithm.kl_penalty_fn != "none" and (reason := _WITHOUT_KL.get(name)):
+        p.warn(f"algorithm.kl_penalty_fn has no effect {reason}; write kl_loss_fn instead")
     if reads := model.reads:
         p.note(
             f"algorithm.advantage_fn {name} reads {reads}; its workflow or an operator has to "
@@ -211,12 +229,12 @@ def advantage_inputs(algorithm: AlgorithmSettings, p: Problems) -> None:
 def policies(ctx: Context, settings: AlgorithmSettings) -> AlgorithmSettings:
     """`settings` with the old policy and the off-policy correction."""
     a = ctx.config.algorithm
-    correction = ctx.config.algorithm.rollout_correction
+    correction = a.rollout_correction
     written = "bypass_old_logprobs" in a.model_fields_set
     settings = replace(settings, bypass_old_logprobs=a.bypass_old_logprobs)
     three = a.compute_prox_logprobs or (correction is not None and not correction.bypass_mode)
     two = correction is not None and correction.bypass_mode
-    why = (
+    source = (
         "algorithm.compute_prox_logprobs"
         if a.compute_prox_logprobs
         else "algorithm.rollout_correction"
@@ -231,17 +249,17 @@ def policies(ctx: Context, settings: AlgorithmSettings) -> AlgorithmSettings:
         ctx.error(
             "algorithm.bypass_old_logprobs",
             f"is {str(a.bypass_old_logprobs).lower()}, but "
-            f"{why}{' with bypass_mode: true' if two else ''} means "
+            f"{source}{' with bypass_mode: true' if two else ''} means "
             f"{str(two).lower()}; leave it out",
         )
     elif (three or two) and a.bypass_old_logprobs != two:
         settings = replace(settings, bypass_old_logprobs=two)
-        ctx.derive("algorithm.bypass_old_logprobs", two, why)
+        ctx.derive("algorithm.bypass_old_logprobs", two, source)
     s = ctx.config.synchronizer
     # whose windows are as long as they come
     if three and (s.sync_interval > 1 or s.sync_style == "explorer_driven"):
         settings = replace(settings, proximal_window=True)
-    settings = settings if correction is None else _corrected(ctx, settings)
+    settings = settings if correction is None else _corrected(ctx, settings, correction)
     _of_the_loss(settings, ctx)
     return settings
 
@@ -279,7 +297,7 @@ def _of_the_loss(settings: AlgorithmSettings, p: Context) -> None:
         )
     # which reads them as well
     if model.samples == "none" and not settings.kl_loss_fn.startswith("corrected_k3"):
-        p.config.algorithm.idle(
+        p.config.algorithm.warn_unused(
             "algorithm", ("compute_prox_logprobs",), f"{name} reads no old log-probs", p
         )
     if model.samples == "none" and settings.rollout_correction is not None:
@@ -289,28 +307,13 @@ def _of_the_loss(settings: AlgorithmSettings, p: Context) -> None:
         )
 
 
-def _corrected(ctx: Context, settings: AlgorithmSettings) -> AlgorithmSettings:
-    given = ctx.config.algorithm.rollout_correction
-    assert given is not None
-    settings = replace(
-        settings, rollout_correction={k: v for k, v in given.model_dump().items() if v is not None}
-    )
-    try:
-        args = correction_args(settings)
-    except ConfigError as e:
-        ctx.take(e)
-        return replace(settings, rollout_correction=None)
-    assert args is not None
-    key = "algorithm.rollout_correction"
-    if args.rollout_is != "none" and not args.weighted:
-        ctx.warn(
-            f"{key}.rollout_is has no effect with bypass_mode: true and loss_type ppo_clip: the "
-            f"clipped ratio holds the weight"
-        )
-    if args.rollout_rs == "none" and args.rollout_rs_threshold is not None:
-        ctx.warn(f"{key}.rollout_rs_threshold has no effect without rollout_rs")
-    if args.loss_type != REINFORCE:
+def _corrected(
+    ctx: Context, settings: AlgorithmSettings, correction: CorrectionConfig
+) -> AlgorithmSettings:
+    settings = replace(settings, rollout_correction=correction)
+    if correction.loss_type != REINFORCE:
         return settings
+    key = "algorithm.rollout_correction"
     if ctx.config.trainer.ppo_epochs > 1:
         ctx.error(
             f"{key}.loss_type",

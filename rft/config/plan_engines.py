@@ -9,16 +9,20 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rft.config import provable
 from rft.config.context import Context, filled
-from rft.config.foreign import value_advice
-from rft.config.inert import inert
+from rft.config.engine_rules import check_engine
+from rft.config.hints import value_hint
 from rft.config.plan_trainer import overrides
 from rft.config.roles import joins
 from rft.config.schema.explorer_section import AuxiliaryModelConfig, ServedModelConfig
-from rft.config.schema.model_section import ExternalModelConfig
 from rft.config.schema.root import RunConfig
-from rft.engine.settings import ENGINE_TYPES, AuxiliarySettings, EngineSettings, ExternalSettings
+from rft.engine.settings import (
+    ENGINE_TYPES,
+    SELF,
+    AuxiliarySettings,
+    EngineSettings,
+    ExternalModelConfig,
+)
 from rft.errors import ConfigError
 
 _NO_POLICY = "a server returns no token ids and takes no new weights, so it cannot be the policy"
@@ -98,7 +102,9 @@ def lengths(ctx: Context) -> tuple[int, int, int]:
 # ---------------------------------------------------------------- the policy
 
 
-def engines(ctx: Context, lengths: tuple[int, int, int], device: str) -> tuple[EngineSettings, ...]:
+def engines(
+    ctx: Context, lengths: tuple[int, int, int], device: str, top_logprobs: int
+) -> tuple[EngineSettings, ...]:
     """The policy's engines."""
     model = ctx.config.model
     e = ctx.config.explorer.rollout_model
@@ -110,18 +116,18 @@ def engines(ctx: Context, lengths: tuple[int, int, int], device: str) -> tuple[E
             f"{key}.engine_type",
             f"{_NO_POLICY}; name a local model here, and the server in explorer.auxiliary_models",
         )
-    provable.engine(ctx)
+    check_engine(ctx)
     if e.ignore_eos:
         ctx.warn(
             f"{key}.ignore_eos: every response is written up to max_tokens, in training and "
             f"evaluation"
         )
     template = model.custom_chat_template
-    if model.chat_template_path is not None:
+    if template is not None and not re.search(r"[{}]", template):
         try:
-            template = ctx.facts.read_text(ctx.find(model.chat_template_path))
+            template = ctx.facts.read_text(ctx.find(template))
         except OSError as error:
-            ctx.error("model.chat_template_path", f"cannot be read: {error.strerror}")
+            ctx.error("model.custom_chat_template", f"cannot be read: {error.strerror}")
     shared = _shared(ctx, e, key, device, lengths[0])
     explorer = f"{ctx.config.explorer.name}-" if joins(ctx.config) else ""
     return tuple(
@@ -142,6 +148,7 @@ def engines(ctx: Context, lengths: tuple[int, int, int], device: str) -> tuple[E
             chat_template=template,
             chat_template_kwargs=_thinking(model.enable_thinking),
             extra_engine_args=_engine_args(ctx.config, shared["engine_type"]),
+            top_logprobs=top_logprobs,
         )
         for i, first in enumerate(_first_cores(ctx, e, key, device, shared["cpu_threads"]))
     )
@@ -176,12 +183,12 @@ def _engine_args(config: RunConfig, engine_type: str) -> dict[str, Any]:
     model's.
     """
     override = overrides(config)
-    given = dict(config.explorer.rollout_model.extra_engine_args)
+    engine_args = dict(config.explorer.rollout_model.extra_engine_args)
     if not override or engine_type not in ENGINE_TYPES:
-        return given
+        return engine_args
     if engine_type != "vllm":
-        return {**override, **given}
-    return {**given, "hf_overrides": {**override, **(given.get("hf_overrides") or {})}}
+        return {**override, **engine_args}
+    return {**engine_args, "hf_overrides": {**override, **(engine_args.get("hf_overrides") or {})}}
 
 
 # ---------------------------------------------------------------- models beside it
@@ -224,9 +231,11 @@ def auxiliary_gpus(ctx: Context, i: int, total: int, per_node: int) -> list[int]
     return [gpus(model)] * copies(model)
 
 
-def auxiliary(ctx: Context, max_model_len: int, total: int) -> tuple[AuxiliarySettings, ...]:
+def auxiliary(
+    ctx: Context, max_model_len: int, total: int, top_logprobs: int
+) -> tuple[AuxiliarySettings, ...]:
     """Every auxiliary model once, in the order of the list.  `max_model_len` is the policy's;
-    `total`: GPUs of the cluster.
+    `total`: GPUs of the cluster; `top_logprobs`: most likely tokens that the algorithm reads.
     """
     models = ctx.config.explorer.auxiliary_models
     taken: dict[str, int] = {}
@@ -237,15 +246,27 @@ def auxiliary(ctx: Context, max_model_len: int, total: int) -> tuple[AuxiliarySe
                 f"explorer.auxiliary_models[{i}].name",
                 f"is the name of explorer.auxiliary_models[{taken[name]}] too",
             )
+        if name == SELF:
+            ctx.error(
+                f"explorer.auxiliary_models[{i}].name",
+                f"{SELF} is the policy's name as its own teacher; choose another",
+            )
         names.setdefault(_without_name(model), {})[name] = None
     return tuple(
-        _auxiliary(ctx, i, tuple(names[_without_name(models[i])]), max_model_len, total)
+        _auxiliary(
+            ctx, i, tuple(names[_without_name(models[i])]), max_model_len, total, top_logprobs
+        )
         for i in distinct(ctx.config)
     )
 
 
 def _auxiliary(
-    ctx: Context, i: int, names: tuple[str, ...], max_model_len: int, total: int
+    ctx: Context,
+    i: int,
+    names: tuple[str, ...],
+    max_model_len: int,
+    total: int,
+    top_logprobs: int,
 ) -> AuxiliarySettings:
     model = ctx.config.explorer.auxiliary_models[i]
     key = f"explorer.auxiliary_models[{i}]"
@@ -280,7 +301,7 @@ def _auxiliary(
             f"rights"
         )
     seed = ctx.config.seed if model.seed is None else model.seed
-    given = model.chat_template
+    template = model.chat_template
     engines = tuple(
         filled(
             EngineSettings,
@@ -295,10 +316,13 @@ def _auxiliary(
             seed=seed + j,
             first_core=first,
             trust_remote_code=trusted,
-            chat_template=given if given is None or re.search(r"[{}]", given) else ctx.find(given),
+            chat_template=template
+            if template is None or re.search(r"[{}]", template)
+            else ctx.find(template),
             chat_template_kwargs=_thinking(model.enable_thinking),
             request_timeout_s=model.request_timeout,
             fixed_weights=True,
+            top_logprobs=top_logprobs,
         )
         for j, first in enumerate(_first_cores(ctx, model, key, device, shared["cpu_threads"]))
     )
@@ -313,10 +337,8 @@ def _server(
         "engine_type name model_path external_model_config max_concurrent request_timeout "
         "start_timeout task".split()
     )
-    others = sorted(type(model).model_fields.keys() - ours)
-    if unused := [
-        n for n in others if model.written(n) and not inert(f"explorer.auxiliary_models[].{n}")
-    ]:
+    served_keys = sorted(type(model).model_fields.keys() - ours)
+    if unused := [n for n in served_keys if model.is_changed(n)]:
         ctx.warn(
             f"{key}: {', '.join(f'{n} {getattr(model, n)!r}' for n in unused)}: no effect; the "
             f"server decides this"
@@ -343,16 +365,16 @@ def _behind(
     ctx: Context, e: ExternalModelConfig, key: str, *, model_path: str, **settings: Any
 ) -> EngineSettings:
     """A model behind the server of section `key`."""
-    if known := [h for h in e.headers if h in e.header_envs]:
+    if twice := [h for h in e.headers if h in e.header_envs]:
         ctx.error(
-            f"{key}.headers", f"{', '.join(known)} also stand in header_envs; write one of them"
+            f"{key}.headers", f"{', '.join(twice)} also stand in header_envs; write one of them"
         )
     return EngineSettings(
         engine_type="external",
         model_path=model_path,
         seed=ctx.config.seed,
         fixed_weights=True,
-        external=filled(ExternalSettings, e, model_name=e.model_name or model_path),
+        external=e.model_copy(update={"model_name": e.model_name or model_path}),
         **settings,
     )
 
@@ -393,7 +415,7 @@ def _shared(
             f"engine_num {e.engine_num} x data_parallel_size {e.data_parallel_size}",
         )
     if engine_type == "transformers":
-        e.idle(key, _VLLM_ONLY, "it is for engine_type vllm", ctx)
+        e.warn_unused(key, _VLLM_ONLY, "it is for engine_type vllm", ctx)
     if engine_type == "vllm":
         _of_vllm(ctx, e, key, max_model_len)
     if engine_type not in ENGINE_TYPES:
@@ -402,18 +424,8 @@ def _shared(
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if engine_type in ENGINE_TYPES and engine_type != "vllm" and getattr(e, name) > 1:
             ctx.error(f"{key}.{name}", f"the {engine_type} engine knows 1 only")
-    if e.enable_auto_tool_choice and e.tool_call_parser is None:
-        ctx.error(
-            f"{key}.tool_call_parser",
-            "enable_auto_tool_choice needs the name of vLLM's parser for this model, e.g. hermes",
-        )
-    if e.tool_call_parser is not None and not e.enable_auto_tool_choice:
-        ctx.note(
-            f"{key}.tool_call_parser {e.tool_call_parser} has no effect without "
-            f"enable_auto_tool_choice: true"
-        )
     for name, stub in (("tool_call_parser", "openai"), ("reasoning_parser", "openai_gptoss")):
-        if getattr(e, name) == stub and (name == "reasoning_parser" or e.enable_auto_tool_choice):
+        if getattr(e, name) == stub:
             text = (
                 f"{stub} reads no texts in vLLM, so every answer would fail; leave it out and "
                 f"read gpt-oss's answers in the workflow"
@@ -432,7 +444,6 @@ def _shared(
         "log_stats": not e.disable_log_stats,
         "cpu_threads": threads,
         "external_lib": ctx.config.model.external_lib,
-        "tool_call_parser": e.tool_call_parser if e.enable_auto_tool_choice else None,
         "start_timeout_s": e.start_timeout,
         "stall_timeout_s": e.stall_timeout,
         "step_timeout_s": e.step_timeout,
@@ -502,7 +513,7 @@ def _of_vllm(ctx: Context, e: ServedModelConfig, key: str, max_model_len: int) -
 
 def _own_engine(ctx: Context, name: str, args: dict[str, Any], key: str) -> None:
     """A plugin engine is looked at, and its arguments checked, once plugins may be imported."""
-    if not ctx.judged("engine", name):
+    if not ctx.can_check_plugin("engine", name):
         return
     from rft.engine.built_in import find, own_args  # numpy
 
@@ -510,8 +521,8 @@ def _own_engine(ctx: Context, name: str, args: dict[str, Any], key: str) -> None
         own_args(find(name), args, f"{key}.extra_engine_args")
     except ConfigError as error:
         at = f"{key}.engine_type" if error.key in ("", "engine_type") else error.key
-        said = value_advice(at, name)
-        ctx.error(at, f"given {name!r}: {said}" if said else error.message)
+        hint = value_hint(at, name)
+        ctx.error(at, f"given {name!r}: {hint}" if hint else error.message)
 
 
 def _thinking(enabled: bool | None) -> dict[str, Any]:

@@ -26,11 +26,12 @@ from rft.config import plan_algorithm
 from rft.config.context import Context, Problems, filled
 from rft.config.plan import Tasksets
 from rft.config.plan_engines import auxiliary_names
-from rft.config.schema.root import TRACKERS
 from rft.errors import PluginError, nearest
 from rft.explorer.settings import ApiSettings, ExplorerSettings
-from rft.monitor.settings import MonitorSettings
+from rft.monitor.settings import TRACKERS, MonitorConfig
 from rft.plugins import REGISTRY
+from rft.schema.base import belongs
+from rft.sync.settings import FullyAsyncSync
 
 _BUFFER = "buffer.trainer_input.experience_buffer"
 _REPLAY = f"{_BUFFER}.replay_buffer"
@@ -45,12 +46,13 @@ def explorer(
     algorithm: AlgorithmSettings,
 ) -> ExplorerSettings:
     e = ctx.config.explorer
-    k = ctx.config.synchronizer.sync_interval
-    style = ctx.config.synchronizer.sync_style
-    quota = ctx.config.synchronizer.staleness_threshold is not None
-    quota = quota and style == "fully_async"
-    if style != "fully_async":
-        e.idle("explorer", ("max_inflight_batches",), f"synchronizer.sync_style is {style}", ctx)
+    sync = ctx.config.synchronizer
+    k = sync.sync_interval
+    style = sync.sync_style
+    quota = isinstance(sync, FullyAsyncSync) and sync.staleness_threshold is not None
+    if style != "fully_async" and e.is_changed("max_inflight_batches"):
+        text = belongs("sync_style fully_async", "sync_style", style)
+        ctx.error("explorer.max_inflight_batches", text)
     interval = -(-e.eval_interval // k) * k
     if interval != e.eval_interval:
         ctx.derive(
@@ -76,9 +78,10 @@ def explorer(
         wait_after_s=e.over_rollout.wait_after_min,
         keep_partial=e.over_rollout.return_partial_tasks,
         baseline=plan_algorithm.reads_baseline(algorithm),
+        teacher_top=plan_algorithm.teacher_top(algorithm),
         reproducible=not plan_algorithm.takes_any_sampling(algorithm),
-        drawn=not plan_algorithm.takes_any_sampling(replace(algorithm, rollout_correction=None)),
-        by_group=quota or not ctx.config.synchronizer.partial_rollout,
+        sampled=not plan_algorithm.takes_any_sampling(replace(algorithm, rollout_correction=None)),
+        by_group=quota or not sync.partial_rollout,
         max_inflight=e.max_inflight_batches if style == "fully_async" else None,
         bench_latest=e.bench_on_latest_checkpoint,
         report_interval_s=e.runner_state_report_interval,
@@ -137,76 +140,60 @@ def _apis(ctx: Context) -> tuple[ApiSettings, ...]:
     )
 
 
-def monitor(ctx: Context, shown: dict[str, Any]) -> MonitorSettings:
-    """`shown`: the configuration for trackers that store it."""
-    config = ctx.config
-    dump = ctx.config.monitor.eval_dump_dir
-    return filled(
-        MonitorSettings,
-        config,
-        folder=ctx.run_dir,
-        kinds=_trackers(ctx),
-        plugin_dirs=ctx.plugin_dirs,
-        args=_monitor_args(ctx),
-        num_samples=config.monitor.log_eval_samples,
-        dump_dir=Path(dump).expanduser().absolute() if dump else None,
-        alarms=config.monitor.alarms.model_dump(),
-        name=ctx.name,
-        config=shown,
-    )
-
-
-def _monitor_args(ctx: Context) -> dict[str, Any]:
-    kinds = ctx.config.monitor.monitor_type
-    given = ctx.config.monitor.monitor_args or {}
-    if not given:
-        return {}
-    if set(given) <= set(kinds):
-        for kind in [k for k, args in given.items() if not isinstance(args, dict | None)]:
+def monitor(ctx: Context) -> MonitorConfig:
+    """Return the section with the paths of tracker plugins and of the folder for answers."""
+    m = ctx.config.monitor
+    args = m.monitor_args or {}
+    if set(args) <= set(m.monitor_type):
+        for tracker in [t for t, value in args.items() if not isinstance(value, dict | None)]:
             ctx.error(
-                f"monitor.monitor_args.{kind}",
-                f"must be a mapping of arguments: {{{kind}: {{...}}}}",
-                given[kind],
+                f"monitor.monitor_args.{tracker}",
+                f"must be a mapping of arguments: {{{tracker}: {{...}}}}",
+                args[tracker],
             )
-        return {_tracker(ctx, kind): args for kind, args in given.items()}
-    if len(kinds) == 1:
-        return {_tracker(ctx, kinds[0]): dict(given)}
-    ctx.error(
-        "monitor.monitor_args",
-        f"has the keys {', '.join(map(str, given))}; with the trackers "
-        f"{', '.join(kinds) or 'none'} it needs one mapping per tracker",
+        args = {_tracker(ctx, tracker): value for tracker, value in args.items()}
+    elif len(m.monitor_type) != 1:
+        ctx.error(
+            "monitor.monitor_args",
+            f"has the keys {', '.join(map(str, args))}; with the trackers "
+            f"{', '.join(m.monitor_type) or 'none'} it needs one mapping per tracker",
+        )
+    for tracker in m.monitor_type:
+        _check_tracker(ctx, tracker)
+    folder = m.eval_dump_dir
+    return m.model_copy(
+        update={
+            "monitor_type": tuple(_tracker(ctx, tracker) for tracker in m.monitor_type),
+            "monitor_args": args,
+            "eval_dump_dir": str(Path(folder).expanduser().absolute()) if folder else None,
+        }
     )
-    return {}
 
 
-def _trackers(ctx: Context) -> tuple[str, ...]:
-    kinds = ctx.config.monitor.monitor_type
-    for kind in kinds:
-        if kind in TRACKERS or not ctx.judged("monitor", kind):
-            continue
-        try:
-            REGISTRY.get("monitor", _tracker(ctx, kind))
-        except PluginError as e:
-            own = "or your own tracker: pkg.module:Name, path/file.py:Name"
-            text = (
-                f"given {kind!r}; must be one of {', '.join(TRACKERS)}, "
-                f"{own}.{nearest(kind, TRACKERS)}"
-            )
-            ctx.error("monitor.monitor_type", e.message if ":" in kind else text, given=kind)
-    return tuple(_tracker(ctx, kind) for kind in kinds)
+def _check_tracker(ctx: Context, tracker: str) -> None:
+    if tracker in TRACKERS or not ctx.can_check_plugin("monitor", tracker):
+        return
+    try:
+        REGISTRY.get("monitor", _tracker(ctx, tracker))
+    except PluginError as e:
+        text = (
+            f"given {tracker!r}; must be one of {', '.join(TRACKERS)}, "
+            f"or your own tracker: pkg.module:Name, path/file.py:Name.{nearest(tracker, TRACKERS)}"
+        )
+        ctx.error("monitor.monitor_type", e.message if ":" in tracker else text, given=tracker)
 
 
-def _tracker(ctx: Context, kind: str) -> str:
-    return ctx.find(kind) if ":" in kind else kind
+def _tracker(ctx: Context, name: str) -> str:
+    return ctx.find(name) if ":" in name else name
 
 
 def buffer(ctx: Context) -> BufferSettings:
     b = ctx.config.buffer.trainer_input.experience_buffer
     url = path = None
-    own = b.storage_type not in STORAGES and ":" not in b.storage_type
+    is_plugin_name = b.storage_type not in STORAGES and ":" not in b.storage_type
     if (
-        own
-        and ctx.judged("storage", b.storage_type)
+        is_plugin_name
+        and ctx.can_check_plugin("storage", b.storage_type)
         and b.storage_type not in REGISTRY.names("storage")
     ):
         text = (
@@ -296,8 +283,8 @@ def _max_uses(ctx: Context) -> int:
             )
         return 1
     default = DecayLimitRandomizationArgs.model_fields["use_count_limit"].default
-    own = default if r.priority_fn == "decay_limit_randomization" else 0
-    limit = r.priority_fn_args.get("use_count_limit", own)
+    default_limit = default if r.priority_fn == "decay_limit_randomization" else 0
+    limit = r.priority_fn_args.get("use_count_limit", default_limit)
     limit = limit if isinstance(limit, int) and limit > 0 else UNLIMITED
     if r.max_uses is None:
         ctx.derive(
@@ -315,9 +302,9 @@ def _max_uses(ctx: Context) -> int:
 
 def _check_args(ctx: Context, args: dict[str, Any]) -> None:
     r = ctx.config.buffer.trainer_input.experience_buffer.replay_buffer
-    if not ctx.judged("priority", r.priority_fn):
+    if not ctx.can_check_plugin("priority", r.priority_fn):
         return
-    with ctx.taking(f"{_REPLAY}.priority_fn"):
+    with ctx.collect_errors(f"{_REPLAY}.priority_fn"):
         if (model := REGISTRY.get("priority", r.priority_fn).args) is not None:
             validate(
                 model,
@@ -338,14 +325,14 @@ def pipeline(
     """`batch_rows`: rows of a train step, where it counts rows.  `find` makes a path of what is
     written, path/file.py:Name too.
     """
-    given = ctx.config.data_processor.experience_pipeline
+    section = ctx.config.data_processor.experience_pipeline
     operators = tuple(
         OperatorSettings(
             name=ctx.find(o.name) if ":" in o.name else o.name,
             args=dict(o.args),
             key=f"{_PIPELINE}.operators[{i}]",
         )
-        for i, o in enumerate(given.operators)
+        for i, o in enumerate(section.operators)
     )
     threshold = algorithm.advantage_fn_args.get("std_threshold")
     # stands for an operator, the last
@@ -380,20 +367,20 @@ def _check(
 
     REGISTRY.scan_package("rft.buffer.operators")
     shipped = {*REGISTRY.names("operator"), *REFUSED}
-    found = [o for o in operators if plugins_loaded or o.name in shipped]
+    known_operators = [o for o in operators if plugins_loaded or o.name in shipped]
     before = len(p.errors)
-    for one in found:
-        with p.taking():
-            build([one], engines)
+    for operator in known_operators:
+        with p.collect_errors():
+            build([operator], engines)
     if len(p.errors) == before:
-        with p.taking():
-            build(found, engines)
+        with p.collect_errors():
+            build(known_operators, engines)
 
 
 def _input_path(ctx: Context) -> Path | None:
-    given = ctx.config.data_processor.experience_pipeline
+    section = ctx.config.data_processor.experience_pipeline
     key = f"{_PIPELINE}.input_save_path"
-    if given.input_save_path is not None and "://" in given.input_save_path:
+    if section.input_save_path is not None and "://" in section.input_save_path:
         ctx.error(
             key,
             "a database is not written; name a .jsonl file or a folder.  What the buffer keeps of "
@@ -401,13 +388,13 @@ def _input_path(ctx: Context) -> Path | None:
             "rft buffer query",
         )
         return None
-    if not given.save_input:
-        if given.input_save_path is not None:
+    if not section.save_input:
+        if section.input_save_path is not None:
             ctx.note(f"{key} has no effect: save_input is false")
         return None
-    if given.input_save_path is None:
+    if section.input_save_path is None:
         path = ctx.run_dir / "buffer" / "explorer_output.jsonl"
         ctx.derive(key, str(path), "in the run folder")
         return path
-    path = Path(given.input_save_path).expanduser().absolute()
+    path = Path(section.input_save_path).expanduser().absolute()
     return path if path.suffix in (".jsonl", ".json") else path / "explorer_output.jsonl"

@@ -6,19 +6,18 @@ import ipaddress
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from rft.config.context import Context, filled
+from rft.config import cross_rules
+from rft.config.context import Context
 from rft.config.plan import Tasksets
 from rft.config.roles import serves
-from rft.config.schema.base import Section
 from rft.config.schema.root import RunConfig
-from rft.explorer.service_settings import LimitSettings, ServeSettings
+from rft.explorer.service_settings import ServeRuntime
+from rft.schema.base import Section
 from rft.taskset.settings import TasksetSettings
 from rft.types.task import SamplingArgs
 
 _KEYS = {  # what a service needs of the schedule, and why
-    ("synchronizer", "sync_style"): ("trainer_driven", "clients do not wait for weights"),
     ("buffer", "on_short_batch"): ("carry", "a step waits for rewards"),
     ("buffer", "resume_rows"): (
         "keep",
@@ -35,50 +34,58 @@ PLAYING = (
 ENDLESS = 1_000_000_000  # train steps
 
 
-def config(ctx: Context) -> RunConfig:
+def service_config(ctx: Context) -> RunConfig:
     """The configuration as a service needs it."""
-    made = ctx.config
-    if not serves(made):
-        e = made.explorer
-        why = f"mode is {made.mode}"
-        e.idle("explorer", ("proxy_port", "listen_address", "min_running_model_num"), why, ctx)
-        e.serve.idle("explorer.serve", type(e.serve).model_fields, why, ctx)
-        return made
-    for (name, key), (value, why) in _KEYS.items():
-        part: Section = getattr(made, name)
+    config = ctx.config
+    if not serves(config):
+        e = config.explorer
+        reason = f"mode is {config.mode}"
+        e.warn_unused(
+            "explorer", ("proxy_port", "listen_address", "min_running_model_num"), reason, ctx
+        )
+        e.serve.warn_unused("explorer.serve", type(e.serve).model_fields, reason, ctx)
+        return config
+    sync = cross_rules.service_is_trainer_driven(ctx, config.synchronizer)
+    config = config.model_copy(update={"synchronizer": sync})
+    for (name, key), (value, reason) in _KEYS.items():
+        part: Section = getattr(config, name)
         if getattr(part, key) != value:
-            if part.written(key):
-                ctx.error(f"{name}.{key}", f"must be {value} where a service samples: {why}")
-            ctx.derive(f"{name}.{key}", value, why)
-            made = made.model_copy(update={name: part.model_copy(update={key: value})})
-    if made.deterministic:
+            if part.is_changed(key):
+                ctx.error(f"{name}.{key}", f"must be {value} where a service samples: {reason}")
+            ctx.derive(f"{name}.{key}", value, reason)
+            config = config.model_copy(update={name: part.model_copy(update={key: value})})
+    if config.deterministic:
         ctx.error(
             "deterministic",
             "cannot be where a service samples: clients ask when they will; write false",
         )
-        made = made.model_copy(update={"deterministic": False})
+        config = config.model_copy(update={"deterministic": False})
     if (
-        made.trainer.total_steps is None
-        and made.buffer.total_steps is None
-        and made.buffer.total_tasks is None
+        config.trainer.total_steps is None
+        and config.buffer.total_steps is None
+        and config.buffer.total_tasks is None
     ):
         ctx.note("no trainer.total_steps: the service goes on until it is stopped")
-        made = made.model_copy(
-            update={"trainer": made.trainer.model_copy(update={"total_steps": ENDLESS})}
+        config = config.model_copy(
+            update={"trainer": config.trainer.model_copy(update={"total_steps": ENDLESS})}
         )
-    given = made.buffer.explorer_input
-    why = (
+    inputs = config.buffer.explorer_input
+    reason = (
         "clients of the service bring the tasks and play them; evaluate its checkpoints with "
         "mode: bench"
     )
-    given.idle("buffer.explorer_input", ("taskset", "tasksets", "eval_tasksets"), why, ctx)
-    operators = made.data_processor.experience_pipeline.operators  # their deadline is max_timeout
-    made.explorer.idle("explorer", PLAYING if operators else ("max_timeout", *PLAYING), why, ctx)
+    inputs.warn_unused(
+        "buffer.explorer_input", ("taskset", "tasksets", "eval_tasksets"), reason, ctx
+    )
+    operators = config.data_processor.experience_pipeline.operators  # their deadline is max_timeout
+    config.explorer.warn_unused(
+        "explorer", PLAYING if operators else ("max_timeout", *PLAYING), reason, ctx
+    )
     none = {"taskset": None, "tasksets": (), "eval_tasksets": ()}
-    return made.model_copy(
+    return config.model_copy(
         update={
-            "buffer": made.buffer.model_copy(
-                update={"explorer_input": given.model_copy(update=none)}
+            "buffer": config.buffer.model_copy(
+                update={"explorer_input": inputs.model_copy(update=none)}
             )
         }
     )
@@ -100,7 +107,7 @@ def taskset(ctx: Context, sampling: Callable[[], SamplingArgs], num_runs: int) -
     )
 
 
-def serve(ctx: Context, counted: Tasksets) -> ServeSettings | None:
+def serve(ctx: Context, counted: Tasksets) -> ServeRuntime | None:
     c = ctx.config
     if c.mode != "serve":
         return None
@@ -113,27 +120,16 @@ def serve(ctx: Context, counted: Tasksets) -> ServeSettings | None:
             "must be an IP address, for example 127.0.0.1, or 0.0.0.0 for every interface",
         )
     path = e.serve.clients_file
-    made: dict[str, Any] = {
-        "session_ttl_s": e.serve.session_ttl,
-        "group_deadline_s": e.serve.group_deadline,
-    }
-    made |= {"max_timeout_s": e.max_timeout, "session_may_reward": e.serve.session_may_reward}
-    if (bounds := e.serve.reward_range) is not None:
-        made["reward_range"] = bounds
-        if not bounds[0] < bounds[1]:
-            ctx.error(
-                "explorer.serve.reward_range",
-                "must be the lowest reward, then a higher one, for example [0, 1]",
-            )
-    return ServeSettings(
+    if path is not None:
+        path = str(Path(ctx.find(path)).expanduser().absolute())
+    return ServeRuntime(
+        config=e.serve.model_copy(update={"clients_file": path}),
         host=e.listen_address,
         port=e.proxy_port,
-        clients_file=None if path is None else Path(ctx.find(path)).expanduser().absolute(),
         num_runs=counted[0].num_runs,
         batch_size=c.buffer.batch_size,
         sampling=counted[0].sampling,
-        limits=filled(LimitSettings, e.serve),
-        **made,
+        max_timeout_s=e.max_timeout,
     )
 
 

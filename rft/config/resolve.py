@@ -14,22 +14,23 @@ from pathlib import Path
 from rft.algorithm.settings import AlgorithmSettings
 from rft.buffer.settings import BufferSettings, MixSettings
 from rft.config import (
+    cross_rules,
     devices,
     lora_plan,
     offline_plan,
     plan_algorithm,
     plan_engines,
     plan_explorer,
+    plan_replay,
     plan_schedule,
     plan_serve,
     plan_trainer,
+    plan_training_loop,
 )
 from rft.config.context import Context, filled
-from rft.config.inert import used
 from rft.config.plan import Facts, Plan, Tasksets
 from rft.config.plan_schedule import NumBatches
 from rft.config.roles import joins, reads_data
-from rft.config.schema.base import sections
 from rft.config.schema.buffer_section import RolloutArgs
 from rft.config.schema.root import RunConfig
 from rft.config.tasksets import (
@@ -42,7 +43,12 @@ from rft.config.tasksets import (
 )
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigErrors
+from rft.explorer.settings import ExplorerSettings
+from rft.monitor.settings import TrackedRun
+from rft.schema.base import sections
+from rft.sync.schedule import Schedule
 from rft.taskset.settings import OfflineDataSettings, TaskPipelineSettings
+from rft.trainer.settings import TrainerSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +68,6 @@ class Workload:
     data: offline_plan.DataSets | None = None  # trained on instead of what is sampled
     expert: tuple[MixSettings, OfflineDataSettings] | None = None  # mixed into what is sampled
     task_pipeline: TaskPipelineSettings | None = None
-
-    @property
-    def read_anyway(self) -> tuple[str, ...]:
-        """Keys that do nothing in other runs."""
-        return (f"{offline_plan.BUFFERS}.{self.expert[0].name}",) if self.expert else ()
 
 
 def resolve(
@@ -91,20 +92,21 @@ def resolve(
 
 def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
     """The Plan; it is right where `ctx` has no errors afterwards."""
-    ctx.config = plan_serve.config(ctx)
+    ctx.config = plan_serve.service_config(ctx)
     ctx.config = devices.chosen_mode(ctx, plan_schedule.one_place(ctx))
-    _check_rules(ctx)
+    for key, _, section in sections(ctx.config):
+        section.rules(key, ctx)
     lengths = plan_engines.lengths(ctx)
     algorithm, repeat_times, compares = plan_algorithm.algorithm(ctx)
     any_sampling = plan_algorithm.takes_any_sampling(algorithm)
     train, evals = tasksets(
         ctx, max_response_tokens=lengths[2], repeat_times=repeat_times, any_sampling=any_sampling
     )
-    sampling = partial(sampling_args, ctx, RolloutArgs(), lengths[2], "model", False, any_sampling)
-    served = plan_serve.taskset(ctx, sampling, repeat_times if compares else 1)
+    served = _served(ctx, lengths[2], any_sampling, repeat_times if compares else 1)
     cluster, engine_device, world_size, trainer_device = devices.devices(ctx)
     devices.check_colocated(ctx, (engine_device, trainer_device))
-    engines = plan_engines.engines(ctx, lengths, engine_device)
+    top = plan_algorithm.teacher_top(algorithm)
+    engines = plan_engines.engines(ctx, lengths, engine_device, top)
     work = _workload(
         ctx, train, evals, served, algorithm, repeat_times, compares, engines[0], num_batches
     )
@@ -122,35 +124,29 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
         ctx, work.counted, work.rows, learner, bool(plan_algorithm.has_critic(algorithm, ctx.facts))
     )
     plan_trainer.deterministic(ctx, work.train)
-    sync = plan_schedule.sync(ctx, engines, learner, work.counted, work.rows)
-    explorer = plan_explorer.explorer(ctx, work.train, work.evals, work.explore_steps, algorithm)
-    _inert_keys(ctx, work.read_anyway)
+    schedule = plan_schedule.schedule(ctx, work.counted, work.rows)
+    sync_runtime = plan_schedule.sync_runtime(ctx, engines, learner, work.counted)
+    cross_rules.memory_transport_needs_one_node(ctx)
+    _unread_buffers(ctx, work)
     return filled(
         Plan,
         ctx.config,
         joins=joins(ctx.config),
         run_dir=ctx.run_dir,
-        explorer=replace(
-            explorer,
-            feedback_lag=feedback_lag(sync),
-            pipeline=plan_explorer.pipeline(ctx, algorithm, work.rows),
-        ),
+        explorer=_explorer(ctx, work, algorithm, schedule),
         serve=plan_serve.serve(ctx, work.counted),
         engines=engines,
-        auxiliary=plan_engines.auxiliary(ctx, lengths[0], cluster.gpus),
+        auxiliary=plan_engines.auxiliary(ctx, lengths[0], cluster.gpus, top),
         buffer=_buffer(ctx, work),
         mix=work.expert[0] if work.expert else None,
         expert=work.expert[1] if work.expert else None,
         learner=learner,
-        trainer=replace(
-            plan_trainer.trainer(ctx, trainer_device, work.train_steps),
-            batch_groups=work.groups,
-            batch_rows=work.rows,
-            offline_data=work.data.trained if work.data is not None else None,
-            held_out=work.data.held_out if work.data is not None else None,
-        ),
-        sync=sync,
-        monitor=plan_explorer.monitor(ctx, ctx.written.shown()),
+        trainer=_trainer(ctx, work, trainer_device),
+        sync=ctx.config.synchronizer,
+        sync_runtime=sync_runtime,
+        schedule=schedule,
+        monitor=plan_explorer.monitor(ctx),
+        tracked_run=_tracked_run(ctx),
         task_pipeline=work.task_pipeline,
         cluster=cluster,
         total_steps=work.train_steps,
@@ -158,16 +154,56 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
         log_level=ctx.config.log.level,
         log_by_node=ctx.config.log.group_by_node,
         plugin_dirs=ctx.plugin_dirs,
-        resume_from_path=Path(ctx.find(given)) if (given := ctx.config.resume_from_path) else None,
+        resume_from_path=_resume_path(ctx),
         derived=tuple(ctx.derived),
         notes=tuple(ctx.notes),
         warnings=tuple(ctx.warnings),
     )
 
 
-def _check_rules(ctx: Context) -> None:
-    for key, _, section in sections(ctx.config):
-        section.rules(key, ctx)
+def _explorer(
+    ctx: Context, work: Workload, algorithm: AlgorithmSettings, schedule: Schedule
+) -> ExplorerSettings:
+    return replace(
+        plan_explorer.explorer(ctx, work.train, work.evals, work.explore_steps, algorithm),
+        feedback_lag=feedback_lag(schedule),
+        pipeline=plan_explorer.pipeline(ctx, algorithm, work.rows),
+    )
+
+
+def _served(ctx: Context, max_response_tokens: int, any_sampling: bool, num_runs: int) -> Tasksets:
+    """Settings of the taskset that sessions of a service belong to."""
+    sampling = partial(
+        sampling_args, ctx, RolloutArgs(), max_response_tokens, "model", False, any_sampling
+    )
+    return plan_serve.taskset(ctx, sampling, num_runs)
+
+
+def _trainer(ctx: Context, work: Workload, device: str) -> TrainerSettings:
+    data = work.data
+    return replace(
+        plan_training_loop.trainer(ctx, device, work.train_steps),
+        batch_groups=work.groups,
+        batch_rows=work.rows,
+        offline_data=None if data is None else data.trained,
+        held_out=None if data is None else data.held_out,
+    )
+
+
+def _resume_path(ctx: Context) -> Path | None:
+    path = ctx.config.resume_from_path
+    return Path(ctx.find(path)) if path else None
+
+
+def _tracked_run(ctx: Context) -> TrackedRun:
+    return TrackedRun(
+        folder=ctx.run_dir,
+        plugin_dirs=ctx.plugin_dirs,
+        project=ctx.config.project,
+        group=ctx.config.group,
+        name=ctx.name,
+        config=ctx.written.shown(),
+    )
 
 
 def _buffer(ctx: Context, work: Workload) -> BufferSettings:
@@ -194,18 +230,18 @@ def _workload(
     prepared = None
     if ctx.config.mode == "train" and reads_data(ctx.config):
         p = ctx.config.data_processor
-        why = (
+        reason = (
             "it is for tasks and what is sampled; rows that are there already are trained on as "
             "they are"
         )
-        p.idle("data_processor", ("task_pipeline",), why, ctx)
-        p.experience_pipeline.idle(
-            "data_processor.experience_pipeline", ("operators", "save_input"), why, ctx
+        p.warn_unused("data_processor", ("task_pipeline",), reason, ctx)
+        p.experience_pipeline.warn_unused(
+            "data_processor.experience_pipeline", ("operators", "save_input"), reason, ctx
         )
     else:
         prepared, train, evals = task_pipeline(ctx, train, evals)
-    data = offline_plan.wanted(ctx, algorithm, ctx.name, engine)
-    if plan_trainer.replays(ctx) and (data is not None or algorithm.sample_strategy == "mix"):
+    data = offline_plan.data_sets(ctx, algorithm, ctx.name, engine)
+    if plan_replay.replays(ctx) and (data is not None or algorithm.sample_strategy == "mix"):
         text = (
             f"is for rows that were sampled, and algorithm {algorithm.algorithm_type} reads a "
             f"data set; leave it out"
@@ -214,7 +250,7 @@ def _workload(
     if data is not None:
         size, train_steps = offline_plan.steps(ctx, data, num_batches)
         work = Workload(data=data, groups=size, train_steps=train_steps)
-    elif plan_trainer.replays(ctx):
+    elif plan_replay.replays(ctx):
         work = Workload(groups=1, train_steps=ctx.config.trainer.total_steps)
     elif ctx.config.mode == "bench":
         work = Workload(evals=evals, explore_steps=0, train_steps=0, groups=1)
@@ -241,17 +277,10 @@ def _workload(
     )
 
 
-def _inert_keys(ctx: Context, read: tuple[str, ...]) -> None:
-    """Refuses, warns of or notes what is written and does nothing.  `read`: keys this run reads."""
-    for key, value, entry in used(ctx.config):
-        if key in read:
-            continue
-        if entry.level == "refused":
-            ctx.error(key, f"has no meaning here: {entry.why}")
-        elif entry.level == "warned":
-            ctx.warn(f"{key} {value!r} has no effect: {entry.why}")
-        else:
-            ctx.note(
-                f"{key} {str(value).lower() if isinstance(value, bool) else value} has no effect: "
-                f"{entry.why}"
+def _unread_buffers(ctx: Context, work: Workload) -> None:
+    for name in ctx.config.buffer.trainer_input.auxiliary_buffers:
+        if work.expert is None or name != work.expert[0].name:
+            ctx.error(
+                f"{offline_plan.BUFFERS}.{name}",
+                "only the buffer that sample_strategy mix names is read, of chats; leave it out",
             )

@@ -23,7 +23,7 @@ from pydantic_core import to_jsonable_python
 from rft.config import yamlfile
 from rft.config.schema.root import RunConfig
 from rft.config.schema.source import Loc, dotted, hidden, is_secret, plain, undotted
-from rft.config.schema.walk import extra, field_at
+from rft.config.schema.walk import extra, field_at, fields_at
 from rft.errors import ConfigError, ConfigErrors
 from rft.files.disk import read_regular, write_whole
 from rft.reward.judge_args import ModelLimits
@@ -48,11 +48,11 @@ def versions() -> dict[str, str]:
     """Of Python and of the libraries that decide what a run computes, as far as they are installed;
     nothing is imported.
     """
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in LIBRARIES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return {**found, "platform": platform.platform()}
+            installed[name] = importlib.metadata.version(name)
+    return {**installed, "platform": platform.platform()}
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Change:
     key: str
     old: Any
     new: Any
-    kind: Literal["safe", "refuse"]
+    kind: Literal["safe", "refuse", "unknown"]  # unknown: no key of this version
 
 
 def save(config: RunConfig, run_dir: Path, began_with: str = "") -> None:
@@ -75,7 +75,7 @@ def save(config: RunConfig, run_dir: Path, began_with: str = "") -> None:
         f"# stage: {source.stage}\n" if source.stage else ""
     )
     overrides = [_override(o) for o in source.overrides]
-    said = "".join(f"# override: {o}\n" for o in overrides)
+    comments = "".join(f"# override: {o}\n" for o in overrides)
     written = redact(_without_secrets(source.text)) if source.text else yamlfile.dump(tree)
     record = {
         "sha256": source.files[0][1] if source.files else None,
@@ -87,7 +87,7 @@ def save(config: RunConfig, run_dir: Path, began_with: str = "") -> None:
         "tree": tree,
     }
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_whole(run_dir / "config.yaml", redact(head + said) + written)
+    write_whole(run_dir / "config.yaml", redact(head + comments) + written)
     again = config.shown(again=True)
     again["model"]["model_path"] = began_with or again["model"]["model_path"]
     write_whole(run_dir / RESOLVED, yamlfile.dump(again))
@@ -125,9 +125,9 @@ def saved(run_dir: Path) -> dict[str, Any]:
     """
     file = run_dir / "config.json"
     try:
-        found = json.loads(read_regular(file, _MOST_BYTES))
-        if isinstance(found["tree"], dict):
-            return dict(found)
+        record = json.loads(read_regular(file, _MOST_BYTES))
+        if isinstance(record["tree"], dict):
+            return dict(record)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise ConfigError(f"{file} cannot be read: {e}", key="RUN", given=str(run_dir)) from None
     raise ConfigError(f"{file} holds no configuration", key="RUN", given=str(run_dir))
@@ -157,17 +157,23 @@ def changes(config: RunConfig, run_dir: Path) -> list[Change]:
             f"`name` for this run"
         )
         raise ConfigError(text) from None
-    found = compare(plain(old), config.shown(), ())  # an earlier version may have kept secrets
-    return [
-        Change(dotted(at), before, now, "safe" if _safe(at) else "refuse")
-        for at, before, now in found
-    ]
+    differences = compare(
+        plain(old), config.shown(), ()
+    )  # an earlier version may have kept secrets
+    return [Change(dotted(at), before, now, _kind(at)) for at, before, now in differences]
 
 
 def refuse_changes(config: RunConfig, run_dir: Path) -> list[Change]:
     """The changes that are safe; raises ConfigErrors for those that would make it another run."""
-    found = changes(config, run_dir)
-    if refused := [c for c in found if c.kind == "refuse"]:
+    all_changes = changes(config, run_dir)
+    if unknown := [c.key for c in all_changes if c.kind == "unknown"]:
+        raise ConfigError(
+            f"the run in {run_dir} began with another version of rft, which had "
+            f"{', '.join(unknown)}; choose another `name`",
+            key="name",
+            given=config.name,
+        )
+    if refused := [c for c in all_changes if c.kind == "refuse"]:
         raise ConfigErrors(
             [
                 ConfigError(
@@ -179,7 +185,7 @@ def refuse_changes(config: RunConfig, run_dir: Path) -> list[Change]:
                 for c in refused
             ]
         )
-    return found
+    return all_changes
 
 
 def compare(old: Any, new: Any, loc: Loc) -> Iterator[tuple[Loc, Any, Any]]:
@@ -202,7 +208,7 @@ def beyond_defaults(tree: dict[str, Any], loc: Loc = ()) -> Iterator[tuple[str, 
     """
     for name, value in tree.items():
         at = (*loc, name)
-        if value == _default(at):
+        if value == _default(at) or _unknown(at):
             continue
         sections = (
             [(at, value)]
@@ -242,6 +248,16 @@ def _default(loc: Loc) -> Any:
     if field is None or field.is_required():
         return None
     return to_jsonable_python(field.get_default(call_default_factory=True))
+
+
+def _unknown(loc: Loc) -> bool:
+    return bool(fields_at(loc[:-1])) and field_at(loc) is None
+
+
+def _kind(loc: Loc) -> Literal["safe", "refuse", "unknown"]:
+    if _unknown(loc):
+        return "unknown"
+    return "safe" if _safe(loc) else "refuse"
 
 
 def _safe(loc: Loc) -> bool:

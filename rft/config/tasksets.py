@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from rft.config.context import Context, Problems, filled
-from rft.config.plan import Facts, Tasksets, schedule
+from rft.config.plan import Facts, Tasksets
 from rft.config.roles import samples
 from rft.config.schema.buffer_section import (
     ExplorerInputConfig,
     FormatConfig,
     PriorityWeightsConfig,
     RolloutArgs,
+    TaskFormatConfig,
     TaskPipelineConfig,
     TasksetConfig,
 )
@@ -29,7 +30,7 @@ from rft.config.yamlfile import parse
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY
-from rft.sync.settings import SyncSettings
+from rft.sync.schedule import Schedule
 from rft.taskset.settings import (
     FormatSettings,
     PromptLimit,
@@ -49,37 +50,27 @@ def tasksets(
 
     `any_sampling`: training may draw tokens from a part of the distribution, e.g. with top_p.
     """
-    given = ctx.config.buffer.explorer_input
+    explorer_input = ctx.config.buffer.explorer_input
     train = _train(
-        given, ctx, needed=samples(ctx.config) and ctx.config.mode not in ("train", "serve")
+        explorer_input,
+        ctx,
+        needed=samples(ctx.config) and ctx.config.mode not in ("train", "serve"),
     )
-    evals = [(f"{INPUT}.eval_tasksets[{i}]", t) for i, t in enumerate(given.eval_tasksets)]
+    evals = [(f"{INPUT}.eval_tasksets[{i}]", t) for i, t in enumerate(explorer_input.eval_tasksets)]
     names: dict[str, str] = {}
-    made: tuple[list[TasksetSettings], list[TasksetSettings]] = ([], [])
+    settings: tuple[list[TasksetSettings], list[TasksetSettings]] = ([], [])
     for is_eval, written in ((False, train), (True, evals)):
         for key, t in written:
             name = _name(t, is_eval, names, key, ctx)
-            workflow = (
-                t.default_workflow_type
-                or (given.default_eval_workflow_type if is_eval else None)
-                or given.default_workflow_type
-            )
-            if workflow is None:
-                ctx.error(
-                    f"{key}.default_workflow_type",
-                    "no workflow is named; write it here or as "
-                    "buffer.explorer_input.default_workflow_type "
-                    "(`rft plugins workflow` lists them; simple_workflow asks once, math_workflow "
-                    "asks for a final answer)",
-                )
-            named = t.default_reward_fn_type or given.default_reward_fn_type
-            runs = t.repeat_times or t.rollout_args.n or (1 if is_eval else repeat_times)
+            workflow = _workflow(ctx, t, key, is_eval)
+            named = t.default_reward_fn_type or explorer_input.default_reward_fn_type
+            runs = t.repeat_times or (1 if is_eval else repeat_times)
             if t.rollout_args.seed is not None and runs > 1 and not is_eval:
                 ctx.error(
                     f"{key}.rollout_args.seed",
                     f"gives all {runs} runs of a task the same answer; leave it out",
                 )
-            made[is_eval].append(
+            settings[is_eval].append(
                 filled(
                     TasksetSettings,
                     t,
@@ -89,9 +80,8 @@ def tasksets(
                     storage_type=ctx.find(t.storage_type)
                     if ":" in t.storage_type
                     else t.storage_type.lower(),
-                    reader_path=t.reader_path and ctx.find(t.reader_path),
                     format=columns(t.format, key, ctx, reward_is_named=named is not None),
-                    workflow=ctx.find(workflow or ""),
+                    workflow=ctx.find(workflow),
                     reward=named and ctx.find(named),
                     reward_args=dict(t.reward_fn_args),
                     sampling=sampling_args(
@@ -103,13 +93,30 @@ def tasksets(
                     is_eval=is_eval,
                 )
             )
-    weights = [t.weight for t in made[0]]
+    weights = [t.weight for t in settings[0]]
     if any(w is None for w in weights) and any(w is not None for w in weights):
         ctx.error(
             f"{INPUT}.tasksets",
             "weight is written for some tasksets only; write it for all or for none",
         )
-    return tuple(made[0]), tuple(made[1])
+    return tuple(settings[0]), tuple(settings[1])
+
+
+def _workflow(ctx: Context, t: TasksetConfig, key: str, is_eval: bool) -> str:
+    explorer_input = ctx.config.buffer.explorer_input
+    workflow = (
+        t.default_workflow_type
+        or (explorer_input.default_eval_workflow_type if is_eval else None)
+        or explorer_input.default_workflow_type
+    )
+    if workflow is None:
+        ctx.error(
+            f"{key}.default_workflow_type",
+            "no workflow is named; write it here or as "
+            "buffer.explorer_input.default_workflow_type (`rft plugins workflow` lists them; "
+            "simple_workflow asks once, math_workflow asks for a final answer)",
+        )
+    return workflow or ""
 
 
 def limit_prompts(
@@ -121,8 +128,10 @@ def limit_prompts(
     m = config.model
     side = "error" if m.enable_prompt_truncation else m.prompt_truncation_side
     refuse = not m.enable_prompt_truncation and side == "error"
-    given = config.buffer.explorer_input
-    written = (given.taskset,) if given.taskset is not None else given.tasksets
+    explorer_input = config.buffer.explorer_input
+    written = (
+        (explorer_input.taskset,) if explorer_input.taskset is not None else explorer_input.tasksets
+    )
 
     def limited(t: TasksetConfig, settings: TasksetSettings) -> TasksetSettings:
         settings = replace(settings, prompt_truncation=side, num_process=processes)
@@ -140,7 +149,9 @@ def limit_prompts(
         )
         return replace(settings, prompt_limit=limit)
 
-    return tuple(map(limited, written, train)), tuple(map(limited, given.eval_tasksets, evals))
+    return tuple(map(limited, written, train)), tuple(
+        map(limited, explorer_input.eval_tasksets, evals)
+    )
 
 
 VERL = {
@@ -165,9 +176,9 @@ def columns(
         problems.error(
             f"{key}.format.enable_thinking", "chat_template_args says otherwise; write one"
         )
-    if f.preset is None:
+    if not isinstance(f, TaskFormatConfig) or f.preset is None:
         return filled(FormatSettings, f, chat_template_args=template_args)
-    standard = FormatConfig()
+    standard = TaskFormatConfig()
     values = {
         name: value for name, value in VERL.items() if getattr(f, name) == getattr(standard, name)
     }
@@ -181,62 +192,61 @@ def columns(
     )
 
 
-def feedback_lag(sync: SyncSettings) -> int:
-    """How many explore batches the schedule lets run side by side: a choice of tasks waits for none
-    of these.
+def feedback_lag(schedule: Schedule) -> int:
+    """Return how many explore batches the schedule lets run side by side.
+
+    A choice of tasks waits for none of these.
     """
-    found = schedule(replace(sync, max_staleness=None))  # the schedule itself is checked elsewhere
-    bound = found.staleness_bound
-    if sync.style != "fixed":  # a choice that waits for earlier batches holds nobody up for ever
-        bound = min(
-            (b for b in (bound, sync.max_staleness) if b is not None), default=sync.interval
-        )
+    bound = replace(schedule, max_staleness=None).staleness_bound
+    if schedule.style != "fixed":  # a choice that waits for earlier batches never blocks for ever
+        bounds = [b for b in (bound, schedule.max_staleness) if b is not None]
+        bound = min(bounds, default=schedule.interval)
     assert bound is not None
-    return -(-bound * sync.step_units // sync.batch_units)
+    return -(-bound * schedule.step_units // schedule.batch_units)
 
 
 def _selector(ctx: Context, t: TasksetConfig, name: str, is_eval: bool, key: str) -> dict[str, Any]:
     """Fields of the order of a taskset's rows.  What is no plugin that can be known yet is checked."""
     from rft.taskset.task_order import check_selector
 
-    given = t.data_selector
-    kind = given.selector_type
-    known = REGISTRY.names("selector")
+    selector = t.data_selector
+    kind = selector.selector_type
+    shipped = REGISTRY.names("selector")
     kind = (
         kind.strip().lower()
-        if kind.strip().lower() in known
+        if kind.strip().lower() in shipped
         else ctx.find(kind)
         if ":" in kind
         else kind
     )
     fields: dict[str, Any] = {
         "selector": kind,
-        "selector_args": dict(given.kwargs),
-        "feature_keys": given.feature_keys,
+        "selector_args": dict(selector.kwargs),
+        "feature_keys": selector.feature_keys,
     }
-    if ctx.judged("selector", kind):
+    if ctx.can_check_plugin("selector", kind):
         here = TasksetSettings(name=name, path=t.path, workflow="", **fields)
-        with ctx.taking():
+        with ctx.collect_errors():
             check_selector(here, f"{key}.data_selector", is_eval=is_eval)
     return fields
 
 
 def _train(
-    given: ExplorerInputConfig, problems: Problems, *, needed: bool
+    explorer_input: ExplorerInputConfig, problems: Problems, *, needed: bool
 ) -> list[tuple[str, TasksetConfig]]:
-    if given.taskset is not None and given.tasksets:
+    if explorer_input.taskset is not None and explorer_input.tasksets:
         problems.error(
             f"{INPUT}.taskset",
             "taskset and tasksets are both written; put all of them into tasksets",
         )
-    if given.taskset is not None:
-        return [(f"{INPUT}.taskset", given.taskset)]
-    if not given.tasksets and needed:
+    if explorer_input.taskset is not None:
+        return [(f"{INPUT}.taskset", explorer_input.taskset)]
+    if not explorer_input.tasksets and needed:
         problems.error(
             f"{INPUT}.tasksets",
             "there is nothing to train on; write taskset: {path: ...} or a list of tasksets",
         )
-    return [(f"{INPUT}.tasksets[{i}]", t) for i, t in enumerate(given.tasksets)]
+    return [(f"{INPUT}.tasksets[{i}]", t) for i, t in enumerate(explorer_input.tasksets)]
 
 
 def _name(
@@ -285,7 +295,7 @@ def sampling_args(
         "min_tokens": m.min_response_tokens,
         "ignore_eos": ctx.config.explorer.rollout_model.ignore_eos,
     }
-    values |= {k: v for k, v in args.model_dump(exclude={"n", "logprobs"}).items() if v is not None}
+    values |= {k: v for k, v in args.model_dump(exclude={"n"}).items() if v is not None}
     if values["top_k"] == 0:
         values["top_k"] = -1  # OpenAI's and Hugging Face's spelling of "off"
     if values["max_tokens"] > max_response_tokens:
@@ -358,10 +368,10 @@ def num_process(config: RunConfig, facts: Facts) -> int:
     """Processes that work on rows: as many as are written, else the default but no more than there
     are cores.
     """
-    given = config.data_processor.task_pipeline
+    pipeline = config.data_processor.task_pipeline
     return (
-        given.num_process
-        if given is not None
+        pipeline.num_process
+        if pipeline is not None
         else min(TaskPipelineConfig().num_process, facts.cpus)
     )
 
@@ -401,15 +411,6 @@ def task_pipeline(
             f"{PIPELINE}.inputs",
             "the result cannot go into one of the inputs; give the taskset another path",
         )
-    if given.output is not None:
-        for name, field in type(given.output).model_fields.items():
-            if name != "path" and (value := getattr(given.output, name)) != field.get_default(
-                call_default_factory=True
-            ):
-                ctx.note(
-                    f"{PIPELINE}.output.{name} ({value}) has no effect: write it in the taskset "
-                    f"that reads {written}"
-                )
     weights = {
         name: getattr(given.priority_weights, name) for name in PriorityWeightsConfig.model_fields
     }
@@ -451,21 +452,21 @@ def _operators(ctx: Context, given: TaskPipelineConfig) -> tuple[TaskOperatorSet
     ]
     if given.config_path is not None:
         try:
-            with ctx.taking():
+            with ctx.collect_errors():
                 written = [*_from_file(given.config_path, ctx.find, ctx.facts), *written]
         except OSError as e:
             ctx.error(f"{PIPELINE}.config_path", f"cannot be read: {e.strerror or e}")
-    made = tuple(
+    operators = tuple(
         TaskOperatorSettings(name=ctx.find(name) if ":" in name else name, args=args, key=key)
         for name, args, key in written
     )
     from rft.taskset import task_pipeline as pipeline
 
-    for o in made:
-        if ctx.judged("task_operator", o.name):
-            with ctx.taking():
+    for o in operators:
+        if ctx.can_check_plugin("task_operator", o.name):
+            with ctx.collect_errors():
                 pipeline.check_operator(o)
-    return made
+    return operators
 
 
 def _from_file(

@@ -97,12 +97,10 @@ def parse(text: str, name: str) -> tuple[Any, dict[Loc, int]]:
     except yaml.YAMLError as e:
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(e).split())}") from None
     loader.name = name
+    reader = _Reader(loader)
     try:
         node = loader.get_single_node()
-        if node is None:
-            return None, {}
-        lines = _Lines(node, name).of
-        return _own(loader.construct_document(node)), lines
+        value = None if node is None else reader.read(node, ())
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -117,6 +115,8 @@ def parse(text: str, name: str) -> tuple[Any, dict[Loc, int]]:
         raise ConfigError(f"{name}: not valid YAML: {e}") from None
     finally:
         loader.dispose()
+    raise_all(reader.errors)
+    return value, reader.lines
 
 
 def is_number(text: str) -> bool:
@@ -126,15 +126,6 @@ def is_number(text: str) -> bool:
 def scalar(text: str, name: str = "value") -> Any:
     """One value written on a command line, read as YAML."""
     return parse(text, name)[0]
-
-
-def _own(value: Any) -> Any:
-    """Every place gets its own value: an override of one place must not change what an alias puts
-    elsewhere.
-    """
-    if isinstance(value, dict):
-        return {k: _own(v) for k, v in value.items()}
-    return [_own(v) for v in value] if isinstance(value, list) else value
 
 
 _REMEDIES = {  # beginning of what PyYAML says
@@ -150,97 +141,91 @@ _REMEDIES = {  # beginning of what PyYAML says
 }
 
 
-class _Lines:
-    """Line of every leaf below `root`, aliases unfolded; collects duplicate keys, keys that are no
-    text, and tags as errors.
+class _Reader:
+    """Values of a tree of nodes, aliases unfolded, and the line of each leaf.
 
-    Refuses trees that aliases make large, deep or endless.
+    Collects duplicate keys, keys that are no text, and tags as errors; refuses trees that aliases
+    make large, deep or endless.
     """
 
-    def __init__(self, root: yaml.Node, name: str) -> None:
-        self._name = name
+    def __init__(self, loader: _Loader) -> None:
+        self._loader = loader
         self._count = 0  # nodes that were visited
-        self._above = set[int]()  # nodes around the present one
-        self._errors: list[ConfigError] = []
-        self.of: dict[Loc, int] = {}
-        self._visit(root, ())
-        raise_all(self._errors)
+        self._above: list[yaml.Node] = []
+        self.errors: list[ConfigError] = []
+        self.lines: dict[Loc, int] = {}
 
-    def _wrong(self, line: int, why: str, loc: Loc) -> None:
-        self._errors.append(ConfigError(f"{self._name}, line {line}: {why}", key=dotted(loc)))
-
-    def _visit(self, node: yaml.Node, loc: Loc) -> None:
+    def read(self, node: yaml.Node, loc: Loc) -> Any:
         self._count = self._count + 1
         line = node.start_mark.line + 1
-        where = f"{self._name}, line {line}"
-        if id(node) in self._above:
-            raise ConfigError(f"{where}: an alias refers to the value it stands in")
-        if self._count > MAX_VALUES:
-            raise ConfigError(
-                f"{where}: its aliases unfold to more than {MAX_VALUES:,} values; write fewer "
-                f"aliases"
-            )
-        if len(self._above) == MAX_DEPTH:
-            raise ConfigError(
-                f"{where}: its aliases nest too deeply; at most {MAX_DEPTH} levels are allowed"
-            )
-        self._above.add(id(node))
+        problem = ""
+        if node in self._above:
+            problem = "an alias refers to the value it stands in"
+        elif self._count > MAX_VALUES:
+            problem = f"its aliases unfold to more than {MAX_VALUES:,} values; write fewer aliases"
+        elif len(self._above) == MAX_DEPTH:
+            problem = f"its aliases nest too deeply; at most {MAX_DEPTH} levels are allowed"
+        if problem:
+            raise ConfigError(f"{self._loader.name}, line {line}: {problem}")
+        self._above.append(node)
+        value: Any = None
         if node.tag not in _KINDS:
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
-            self._wrong(line, f"the tag {tag} is not allowed; write plain values", loc)
+            self._refuse(line, f"the tag {tag} is not allowed; write plain values", loc)
         elif isinstance(node, yaml.MappingNode):
-            self._mapping(node, loc)
+            value = self._mapping(node, loc)
         elif isinstance(node, yaml.SequenceNode):
-            for i, child in enumerate(node.value):
-                self._visit(child, (*loc, i))
+            value = [self.read(child, (*loc, i)) for i, child in enumerate(node.value)]
         elif problem := _unusable(node):
-            self._wrong(line, problem, loc)
+            self._refuse(line, problem, loc)
+        else:
+            value = self._loader.construct_object(node)
         if not (isinstance(node.value, list) and node.value):
-            self.of[loc] = line
-        self._above.discard(id(node))
+            self.lines[loc] = line
+        self._above.pop()
+        return value
 
-    def _mapping(self, node: yaml.MappingNode, loc: Loc) -> None:
-        seen: dict[str, int] = {}
+    def _mapping(self, node: yaml.MappingNode, loc: Loc) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        written: dict[str, int] = {}
         for k, v in node.value:
-            self._count = self._count + 1
+            if k.tag == "tag:yaml.org,2002:merge":
+                for base in v.value if isinstance(v, yaml.SequenceNode) else [v]:
+                    merged = self.read(base, loc)
+                    if not isinstance(merged, dict):
+                        line = base.start_mark.line + 1
+                        self._refuse(line, "<< merges mappings only", loc)
+                        continue
+                    values = merged | values
+        for k, v in node.value:
             line = k.start_mark.line + 1
             if k.tag == "tag:yaml.org,2002:merge":
-                for merged in v.value if isinstance(v, yaml.SequenceNode) else [v]:
-                    self._visit(merged, loc)
                 continue
             if not isinstance(k, yaml.ScalarNode) or k.tag not in _KINDS:
-                self._wrong(line, "a key must be a text", loc)
-                continue
-            if problem := _unusable(k):
-                self._wrong(line, f"a key {problem}", loc)
-                continue
-            if k.value in seen:
-                where = (
-                    f"on line {line}"
-                    if seen[k.value] == line
-                    else f"on lines {seen[k.value]} and {line}"
-                )
-                self._errors.append(
-                    ConfigError(
-                        f"written twice in {self._name}, {where}; remove one",
-                        key=dotted((*loc, k.value)),
-                    )
-                )
-            seen[k.value] = line
-            k.tag = "tag:yaml.org,2002:str"
-            self._visit(v, (*loc, k.value))
+                self._refuse(line, "a key must be a text", loc)
+            elif problem := _unusable(k):
+                self._refuse(line, f"a key {problem}", loc)
+            else:
+                if k.value in written:
+                    where = f"lines {written[k.value]} and {line}"
+                    text = f"written twice in {self._loader.name}, on {where}; remove one"
+                    self.errors.append(ConfigError(text, key=dotted((*loc, k.value))))
+                written[k.value] = line
+                values[k.value] = self.read(v, (*loc, k.value))
+        return values
+
+    def _refuse(self, line: int, problem: str, loc: Loc) -> None:
+        text = f"{self._loader.name}, line {line}: {problem}"
+        self.errors.append(ConfigError(text, key=dotted(loc)))
 
 
 def _unusable(node: yaml.ScalarNode) -> str:
     """What is wrong with a single value, whatever its key; "" for nothing."""
     if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_DIGITS:
         return f"a number of {len(node.value):,} characters; at most {MAX_DIGITS} are allowed"
-    if found := _UNUSABLE.search(node.value):
-        what = (
-            "a null character"
-            if found[0] == "\0"
-            else f"half of a character (\\u{ord(found[0]):04x})"
-        )
+    if match := _UNUSABLE.search(node.value):
+        half = f"half of a character (\\u{ord(match[0]):04x})"
+        what = "a null character" if match[0] == "\0" else half
         return f"holds {what}; write the text without it"
     return ""
 

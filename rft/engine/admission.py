@@ -1,8 +1,7 @@
-"""Which requests an engine takes while it is about to pause for new weights: those that can go
-elsewhere do.
+"""Decide which requests an engine accepts before it pauses for new weights.
 
-Knows no weights.  Invariant: a request that was refused has not begun, and one that may wait is
-never refused.
+Requests that another engine can answer are refused.  Knows no weights.  Invariant: a refused
+request has not begun, and a request that may wait is never refused.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from rft.types.ports import GenerateRequest
 
 
 class Draining(Exception):
-    """The engine is about to load weights; ask another one, or ask it again with `may_wait`."""
+    """The engine is about to load weights; send the request to another engine or set `may_wait`."""
 
 
 class Admission:
-    """Counts what one engine has under way; `name` is the engine's."""
+    """Counts the requests in progress of the engine `name`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.under_way = 0  # completions
         self._draining = False
-        # of whoever waits for the last one
+        # event loop and event of the caller of `drain`
         self._idle: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     @contextmanager
-    def of(self, request: GenerateRequest) -> Iterator[None]:
-        """While `request` is answered.  Raises Draining."""
+    def counted(self, request: GenerateRequest) -> Iterator[None]:
+        """Count `request` as in progress inside the block.  Raises Draining."""
         if self._draining and not request.may_wait:
             raise Draining(f"{self._name} is about to load new weights")
         self.under_way += request.n
@@ -44,8 +43,8 @@ class Admission:
                 loop.call_soon_threadsafe(event.set)
 
     async def drain(self, timeout_s: float) -> None:
-        """From now on requests that need not wait are refused; returns when nothing is under way,
-        or after `timeout_s` seconds.
+        """Refuse requests that need not wait; return when none is in progress or after `timeout_s`
+        seconds.
         """
         self._draining = True
         if not self.under_way:
@@ -57,5 +56,5 @@ class Admission:
         self._idle = None
 
     def admit(self) -> None:
-        """Every request is taken again."""
+        """Accept all requests again."""
         self._draining = False

@@ -1,4 +1,4 @@
-"""What all engines share: their errors, limits and checks, and the plugin kind "engine"."""
+"""Shared parts of all engines: errors, limits, checks, and the plugin kind "engine"."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rft.engine.settings import EngineSettings
 from rft.errors import EngineFailed, SetupError, WeightSyncFailed
 from rft.types import modelfiles
 from rft.types.adapter import AdapterSpec
-from rft.types.completion import Completion
+from rft.types.completion import Completion, TokenScores
 from rft.types.ids import Version
 from rft.types.metrics import Metric
-from rft.types.ports import GenerateRequest, HeldRequests, LoadReport, ScoreRow, WeightManifest
+from rft.types.ports import GenerateRequest, LoadReport, PausedRequests, ScoreRow, WeightManifest
 
 engine = plugins.kind("engine")
 
@@ -26,33 +26,34 @@ engine = plugins.kind("engine")
 class PromptTooLong(ValueError):
     """The prompt leaves no room for a single token; raised before anything is generated."""
 
-    def __init__(self, tokens: int, limit: int) -> None:
+    def __init__(self, tokens: int, limit: int, what: str = "the prompt") -> None:
         super().__init__(
-            f"the prompt has {tokens} tokens, the engine takes at most {limit}; "
+            f"{what} has {tokens} tokens, the engine takes at most {limit}; "
             "shorten the prompt or raise max_model_len / max_prompt_tokens"
         )
         self.tokens = tokens
         self.limit = limit
+        self.what = what
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (PromptTooLong, (self.tokens, self.limit))
+        return (PromptTooLong, (self.tokens, self.limit, self.what))
 
 
 class TokensDiffer(ValueError):
-    """tokenization_check: strict, and the tokens of several turns are not those of the whole chat;
-    raised before anything is generated.
+    """With tokenization_check: strict, the tokens of several turns differ from those of the whole
+    chat tokenised at once; raised before anything is generated.
     """
 
 
 class RequestFailed(Exception):
-    """One request cannot be answered, for a reason that lies in it or in its answer; the engine
-    serves all others.
+    """One request cannot be answered because of its own content or answer; the engine serves all
+    others.
     """
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """`text` up to the first of the stop texts in it, and that one; all of it and "" where it has
-    none.
+    """Split `text` at the first stop text: (text before, stop text); (`text`, "") without a stop
+    text.
     """
     places = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
     if not places:
@@ -62,9 +63,10 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
 
 
 def prompt_limit(settings: EngineSettings, *, goes_on: bool = False) -> int:
-    """The longest prompt, in tokens: one token of the context must stay free for an answer.
+    """Return the longest allowed prompt in tokens; one token of the context stays free for an
+    answer.
 
-    max_prompt_tokens is about openings; a prompt that goes on from an earlier call (`goes_on`) has
+    max_prompt_tokens limits first turns; a prompt that extends an earlier call (`goes_on`) may use
     the whole context.
     """
     room = settings.max_model_len - 1
@@ -76,9 +78,7 @@ def prompt_limit(settings: EngineSettings, *, goes_on: bool = False) -> int:
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, name: str) -> None:
-    """Raises ValueError for an id that the model has no embedding of: it would end the engine, not
-    the request.
-    """
+    """Raise ValueError for a token id without an embedding; such an id would crash the engine."""
     if len(tokens) and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         wrong = next(t for t in tokens if not 0 <= t < vocab_size)
         raise ValueError(
@@ -90,8 +90,8 @@ def check_tokens(tokens: Sequence[int], vocab_size: int, name: str) -> None:
 def check_row(
     row: ScoreRow, settings: EngineSettings, *, longest: int, vocab_size: int
 ) -> list[int]:
-    """The tokens of a row to be scored.  Raises ValueError for one that has nothing to score, or is
-    over `longest` tokens.
+    """Return the tokens of a row to score.  Raises ValueError when nothing is to be scored or the
+    row has more than `longest` tokens.
     """
     tokens = [int(t) for t in row.tokens]
     if not 0 < row.prompt_length <= len(tokens):
@@ -108,20 +108,25 @@ def check_row(
     return tokens
 
 
-def check_prompt(tokens: int, settings: EngineSettings, *, goes_on: bool = False) -> None:
-    """Raises PromptTooLong, or ValueError for an empty prompt."""
+def row_behind(prompt: Sequence[int] | np.ndarray, row: ScoreRow) -> ScoreRow:
+    """Return `row` with the tokens of its prompt, which are not scored."""
+    tokens = np.concatenate([np.asarray(prompt, np.int32), row.tokens])
+    return replace(row, tokens=tokens, prompt_length=len(prompt), prompt=None)
+
+
+def check_prompt(tokens: int, limit: int) -> None:
+    """Raise PromptTooLong, or ValueError for an empty prompt."""
     if tokens == 0:
         raise ValueError("the prompt has no tokens; give messages or prompt_tokens")
-    if tokens > (limit := prompt_limit(settings, goes_on=goes_on)):
+    if tokens > limit:
         raise PromptTooLong(tokens, limit)
 
 
 class BaseEngine:
-    """What engines have in common; an engine of your own derives from it and overrides what it can
-    do.
+    """Base class of engines; a custom engine derives from it and overrides what it supports.
 
-    As it stands it generates nothing, scores nothing and takes no weights.  `Args`, a pydantic
-    model in the class, is what its `extra_engine_args` are checked against.
+    The base class generates nothing, scores nothing and takes no weights.  `extra_engine_args` are
+    checked against `Args`, a pydantic model in the class.
     """
 
     Args: ClassVar[type | None] = None
@@ -130,24 +135,26 @@ class BaseEngine:
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
-        self.version: Version | None = None  # of the weights it serves
-        self.admission = Admission(settings.name)  # `generate` is inside of `admission.of(request)`
+        self.version: Version | None = None  # of the served weights
+        self.admission = Admission(
+            settings.name
+        )  # `generate` runs inside `admission.counted(request)`
         self._counted = dict.fromkeys(self.COUNTED, 0)
 
     @classmethod
     async def start(cls, settings: EngineSettings) -> Self:
-        """Make an engine that answers.  Raises SetupError or ConfigError."""
+        """Start an engine that answers requests.  Raises SetupError or ConfigError."""
         return cls(settings)
 
     @property
     def running(self) -> int:
-        """Completions under way."""
+        """Completions in progress."""
         return self.admission.under_way
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         raise ValueError(f"{self.settings.name}: it generates nothing")
 
-    async def logprobs(self, row: ScoreRow) -> np.ndarray:
+    async def score(self, row: ScoreRow) -> TokenScores:
         kind = (
             self.settings.engine_type
             if self.settings.task == "generate"
@@ -168,7 +175,7 @@ class BaseEngine:
         raise self.fixed()
 
     async def sleep(self) -> None:
-        """Nothing is given back."""
+        """Free no memory by default."""
 
     async def load(self, manifest: WeightManifest) -> LoadReport:
         raise self.fixed()
@@ -197,7 +204,7 @@ class BaseEngine:
 
 
 class ScoresOnly(BaseEngine):
-    """A model with a classification head."""
+    """Base class of engines for models with a classification head."""
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         raise ValueError(
@@ -205,29 +212,27 @@ class ScoresOnly(BaseEngine):
             f"classify(messages)"
         )
 
-    async def logprobs(self, row: ScoreRow) -> np.ndarray:
-        return await BaseEngine.logprobs(self, row)
+    async def score(self, row: ScoreRow) -> TokenScores:
+        return await BaseEngine.score(self, row)
 
 
 def check_base(name: str, model_path: str, spec: AdapterSpec) -> None:
-    """Raises WeightSyncFailed where the engine `name` was started with another base than the
-    adapter's.
-    """
-    if (mine := modelfiles.fingerprint(Path(model_path))) != spec.base:
+    """Raise WeightSyncFailed if the engine `name` was started with another base than the adapter's."""
+    if (fingerprint := modelfiles.fingerprint(Path(model_path))) != spec.base:
         raise WeightSyncFailed(
             f"{name}: the adapter is for other weights (sha256 {spec.base[:12]}) than those in "
-            f"{model_path} ({mine[:12]}), with which the "
+            f"{model_path} ({fingerprint[:12]}), with which the "
             "engine was started; give both sides the same model.model_path, or write "
             "model.lora_configs[0].merge: true"
         )
 
 
-def whole(name: str, folder: str, loaded: tuple[Any, dict[str, Any]]) -> Any:
-    """The model that transformers has loaded from `folder`.  Raises SetupError for weights it would
-    have made up.
+def checked_model(name: str, folder: str, loaded: tuple[Any, dict[str, Any]]) -> Any:
+    """Return the model that transformers loaded from `folder`.  Raises SetupError if weights are
+    missing, which transformers would initialise at random.
     """
-    model, told = loaded
-    if lost := sorted(map(str, told["missing_keys"])):
+    model, loading_info = loaded
+    if lost := sorted(map(str, loading_info["missing_keys"])):
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         raise SetupError(
             f"{name}: {folder} has no weights for {', '.join(lost[:3])}{more}; it is not of the "
@@ -236,17 +241,16 @@ def whole(name: str, folder: str, loaded: tuple[Any, dict[str, Any]]) -> Any:
     return model
 
 
-def worst(reports: Sequence[LoadReport], wanted: Version) -> LoadReport:
-    """One report for several workers or engines: the least that was loaded, everything that is
-    wrong, the slowest.
-    """
+def worst(reports: Sequence[LoadReport], expected: Version) -> LoadReport:
+    """Merge the reports of several workers or engines: fewest tensors, all problems, slowest load."""
     probe, slow = max(reports, key=lambda r: r.probe_error), max(reports, key=lambda r: r.load_s)
-    held = {
-        name: sum(getattr(r.held, name) for r in reports) for name in HeldRequests.__struct_fields__
+    held_requests = {
+        name: sum(getattr(r.paused, name) for r in reports)
+        for name in PausedRequests.__struct_fields__
     }
     return replace(
         slow,
-        version=next((r.version for r in reports if r.version != wanted), wanted),
+        version=next((r.version for r in reports if r.version != expected), expected),
         num_tensors=min(r.num_tensors for r in reports),
         nbytes=min(r.nbytes for r in reports),
         missing=_union(r.missing for r in reports),
@@ -256,7 +260,7 @@ def worst(reports: Sequence[LoadReport], wanted: Version) -> LoadReport:
         probed_layers=min(r.probed_layers for r in reports),
         probe_error=probe.probe_error,
         probe_worst=probe.probe_worst,
-        held=HeldRequests(**held),
+        paused=PausedRequests(**held_requests),
     )
 
 

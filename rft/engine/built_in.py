@@ -1,6 +1,6 @@
-"""The engines that have a name, and the factory that makes one from its settings.
+"""The built-in engines by name, and the factory that starts an engine from its settings.
 
-Knows no engine's library; each is imported when it is asked for.  Invariant: what `make` gives
+An engine's library is imported only when that engine is requested.  Invariant: the result of `make`
 fulfils `rft.types.ports.Engine`.
 """
 
@@ -21,26 +21,26 @@ BUILT_IN = {
     "scripted": "rft.engine.scripted:ScriptedEngine",
     "external": "rft.engine.external:ExternalEngine",
 }
-"""Engines that have a name, and where they are; others are plugins."""
+"""Module and class of each engine with a short name; all other engines are plugins."""
 
-CLASSIFIERS = {  # of task: score
+CLASSIFIERS = {  # for task: score
     "vllm": "rft.engine.vllm:VllmClassifier",
     "transformers": "rft.engine.classifier:ClassifierEngine",
 }
 
 
 def find(name: str, *, task: str = "generate") -> plugins.Plugin:
-    """The engine that `engine_type` names: a built-in name, a plugin's name, `pkg.module:Name` or
-    `path/file.py:Name`.
+    """Return the engine named by `engine_type`: a built-in name, a plugin's name, `pkg.module:Name`
+    or `path/file.py:Name`.
     """
-    known = plugins.REGISTRY.names("engine")
-    if name not in BUILT_IN and ":" not in name and name not in known:
+    registered = plugins.REGISTRY.names("engine")
+    if name not in BUILT_IN and ":" not in name and name not in registered:
         raise ConfigError(
-            f"unknown engine {name!r}.  Known: {', '.join(sorted({*BUILT_IN, *known}))}.",
+            f"unknown engine {name!r}.  Known: {', '.join(sorted({*BUILT_IN, *registered}))}.",
             key="engine_type",
             given=name,
         )
-    target = name if name in known else BUILT_IN.get(name, name)
+    target = name if name in registered else BUILT_IN.get(name, name)
     if task == "score" and name in BUILT_IN:
         if name not in CLASSIFIERS:
             raise ConfigError(
@@ -49,35 +49,35 @@ def find(name: str, *, task: str = "generate") -> plugins.Plugin:
                 given="score",
             )
         target = CLASSIFIERS[name]
-    found = plugins.REGISTRY.get("engine", target)
-    if not (isinstance(found.obj, type) and issubclass(found.obj, BaseEngine)):
+    plugin = plugins.REGISTRY.get("engine", target)
+    if not (isinstance(plugin.obj, type) and issubclass(plugin.obj, BaseEngine)):
         raise ConfigError(
             f"{name!r} is not an engine: derive it from rft.engine.base.BaseEngine",
             key="engine_type",
             given=name,
         )
-    return dataclasses.replace(found, args=found.obj.Args)
+    return dataclasses.replace(plugin, args=plugin.obj.Args)
 
 
-def own_args(found: plugins.Plugin, given: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """`given` checked against the `Args` of an engine plugin, with their defaults."""
-    if found.args is not None:
-        return plugins.checked_args(found, given, key=key)
-    if given:
+def own_args(plugin: plugins.Plugin, arguments: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Check `arguments` against the `Args` of an engine plugin; return them with defaults."""
+    if plugin.args is not None:
+        return plugins.checked_args(plugin, arguments, key=key)
+    if arguments:
         raise ConfigError(
-            f"{found.name} takes no arguments; a pydantic model Args in its class names them",
+            f"{plugin.name} takes no arguments; a pydantic model Args in its class names them",
             key=key,
-            given=dict(given),
+            given=dict(arguments),
         )
     return {}
 
 
 async def make(settings: EngineSettings) -> BaseEngine:
-    """A started engine of `settings.engine_type`."""
+    """Start an engine of `settings.engine_type`."""
     plugins.import_library(settings.external_lib)
-    found = find(settings.engine_type, task=settings.task)
+    plugin = find(settings.engine_type, task=settings.task)
     if settings.engine_type not in BUILT_IN:
-        args = own_args(found, settings.extra_engine_args, "extra_engine_args")
+        args = own_args(plugin, settings.extra_engine_args, "extra_engine_args")
         settings = dataclasses.replace(settings, extra_engine_args=args)
-    started: BaseEngine = await found.obj.start(settings)
+    started: BaseEngine = await plugin.obj.start(settings)
     return started

@@ -1,12 +1,12 @@
-"""Messages to tokens, once.  Shared by the engines that have a Hugging Face tokenizer.
+"""Tokenise messages once, for engines with a Hugging Face tokenizer.
 
-A request that goes on from an earlier call has that call's tokens kept as they are: only what the
-template puts after the answer is rendered and tokenised.  It is found by rendering the conversation
-with a mark in the answer's place (`rft.types.written`), so it does not matter what the template
-does to the history (drops earlier thinking, merges the system message).
+A request that extends an earlier call keeps that call's tokens; only the template's text after the
+answer is rendered and tokenised.  `rft.types.written` finds that text by rendering the conversation
+with a mark in place of the answer, so the template may change the history (drop earlier thinking,
+merge the system message).
 
-Knows no model.  Invariant: what the model sees is exactly `prompt_tokens` of the completion;
-nothing is tokenised twice, and no message is left out.
+Knows no model.  Invariant: the model sees exactly `prompt_tokens` of the completion; nothing is
+tokenised twice, and no message is left out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rft.types.thoughts import TAIL_TOKENS, opens_thought
 from rft.types.written import Tail, behind_answer, check_written, way_out
 
 log = logging.getLogger(__name__)
-# of renderers and tokenizers: they decide what rendering gives, not what the text says
+# arguments of renderers and tokenizers, which control the rendering itself and not the text
 RESERVED = frozenset(
     {
         "add_generation_prompt",
@@ -59,22 +59,19 @@ RESERVED = frozenset(
         "truncation",
     }
 )
-# stands before a text that goes on a sentence, so that tokenizers do not add the space of a
-# beginning
+# precedes a text that continues a sentence, so that tokenizers add no leading space
 _ANCHOR = "x"
 
 
 class Chat:
-    """Renders requests with the tokenizer's chat template, or the one that the settings give (a
-    template or a file).
+    """Renders requests with the tokenizer's chat template or the one from the settings (Jinja text
+    or a file).
     """
 
     def __init__(
         self, settings: EngineSettings, tokenizer: Any, vocab_size: int | None = None
     ) -> None:
-        """`vocab_size`: how many token ids the model has an embedding of; None = as many as the
-        tokenizer.
-        """
+        """`vocab_size`: number of token ids with an embedding; None = size of the tokenizer."""
         self.settings = settings
         self.tokenizer = tokenizer
         self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
@@ -95,18 +92,18 @@ class Chat:
         self._special = {i: text for i, text in self._added.items() if i in special}
         self.differing = 0  # prompts that differ from the whole chat tokenised at once
 
-    def encode(self, request: GenerateRequest) -> list[int]:
-        """Token ids of the prompt.
+    def encode(self, request: GenerateRequest, limit: int | None = None) -> list[int]:
+        """Return the token ids of the prompt, at most `limit`; None: as the settings say.
 
         Raises PromptTooLong, TokensDiffer (tokenization_check: strict), MessageLeftOut, or
-        ValueError: no prompt, no template, token ids or template arguments that are not allowed,
-        messages that the template or the tokenizer cannot take.
+        ValueError: no prompt, no template, forbidden token ids or template arguments, messages that
+        the template or the tokenizer rejects.
         """
         try:
-            return self._encoded(request)
+            return self._encoded(request, limit)
         except (ValueError, MemoryError):
             raise
-        except Exception as e:  # templates and tokenizers raise anything
+        except Exception as e:  # templates and tokenizers raise any type
             advice = f"; {way_out(request.messages)}" if isinstance(e, TemplateError) else ""
             what = (
                 f"the chat template or the tokenizer of {self.settings.model_path} cannot take "
@@ -114,7 +111,7 @@ class Chat:
             )
             raise ValueError(f"{what}: {type(e).__name__}: {e}{advice}") from e
 
-    def _encoded(self, request: GenerateRequest) -> list[int]:
+    def _encoded(self, request: GenerateRequest, limit: int | None) -> list[int]:
         goes_on = False
         if request.prompt_tokens:
             ids = list(request.prompt_tokens)
@@ -132,24 +129,25 @@ class Chat:
                 lambda messages: str(self._render(request, messages, tokenize=False)),
             )
             ids = self._render(request, [dict(m) for m in request.messages], tokenize=True)
-        ids = cut(ids, prompt_limit(self.settings, goes_on=goes_on), request.prompt_truncation)
-        check_prompt(len(ids), self.settings, goes_on=goes_on)
+        limit = prompt_limit(self.settings, goes_on=goes_on) if limit is None else limit
+        ids = cut(ids, limit, request.prompt_truncation)
+        check_prompt(len(ids), limit)
         check_tokens(ids, self.vocab_size, self.settings.name)
         return ids
 
-    def whole(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Token ids of a conversation that is over, for a model that judges it.  Raises
+    def encode_conversation(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Return the token ids of a finished conversation, for a reward model.  Raises
         PromptTooLong, ValueError.
         """
         if self._no_template:
             raise ValueError(self._no_template)
         template = self.template or self.tokenizer.get_chat_template()
 
-        def render(given: list[dict[str, Any]], *, tokenize: bool = False) -> Any:
-            given = modelfiles.as_read(given, template)
+        def render(chat: list[dict[str, Any]], *, tokenize: bool = False) -> Any:
+            chat = modelfiles.prepare_tool_calls(chat, template)
             kwargs = self.settings.chat_template_kwargs
             return self.tokenizer.apply_chat_template(
-                given, chat_template=template, tokenize=tokenize, return_dict=False, **kwargs
+                chat, chat_template=template, tokenize=tokenize, return_dict=False, **kwargs
             )
 
         check_written(messages, render)
@@ -163,10 +161,10 @@ class Chat:
         return list(ids)
 
     def choices(self, request: GenerateRequest) -> list[int]:
-        """Id of the first token of each of `request.choices`.  Raises ValueError where two begin
-        with the same one.
+        """Return the first token id of each of `request.choices`.  Raises ValueError if two are
+        equal.
         """
-        # what an answer stands behind
+        # an answer follows a line break
         first = [self._tokens(word, "\n")[:1] for word in request.choices]
         if not all(first) or len({token for (token,) in first}) != len(first):
             raise ValueError(
@@ -185,7 +183,7 @@ class Chat:
         )
         args = template_args(request, template) if request.chat_template_args else {}
         return self.tokenizer.apply_chat_template(
-            modelfiles.as_read(messages, template),
+            modelfiles.prepare_tool_calls(messages, template),
             tools=tools,
             chat_template=template,
             add_generation_prompt=True,
@@ -195,7 +193,7 @@ class Chat:
         )
 
     def _go_on(self, request: GenerateRequest, before: list[int]) -> list[int]:
-        """`before`, which ends with an answer, and the tokens of what follows it."""
+        """Return `before`, which ends with an answer, plus the tokens of the text after the answer."""
         answer = request.prefix_messages - 1
         tail = behind_answer(
             request.messages,
@@ -208,11 +206,11 @@ class Chat:
         return ids
 
     def _without_end(self, tail: Tail, before: list[int]) -> list[int]:
-        """The tokens of `tail` without the end of the answer, where `before` has it already."""
+        """Return the tokens of `tail` without the end of the answer that `before` already contains."""
         last = before[-1]
         end = tail.text[: tail.ends]
         ends = self._added if tail.called else self._special
-        if ends.get(last, "\0") in end:  # the model has ended its answer itself
+        if ends.get(last, "\0") in end:  # the model ended its answer itself
             after = self._tokens(tail.text)
             return after[after.index(last) + 1 :]
         return self._tokens(
@@ -220,8 +218,8 @@ class Chat:
         )
 
     def _end_of_call(self, end: str, before: list[int]) -> int:
-        """How much of `end` is the end of the last call, which the model has written: what both
-        have, else all before a special token.
+        """Return how many characters of `end` the model already wrote after its last call: the
+        common part, else all before the first special token.
         """
         written = str(
             self.tokenizer.decode(before[-len(end) - 1 :], skip_special_tokens=False)
@@ -232,7 +230,7 @@ class Chat:
         )
 
     def _tokens(self, text: str, behind: str = _ANCHOR) -> list[int]:
-        """Token ids of a text that stands behind another one."""
+        """Return the token ids of `text` when it follows `behind`."""
 
         def ids(part: str) -> list[int]:
             return list(self.tokenizer(part, add_special_tokens=False)["input_ids"])
@@ -242,19 +240,19 @@ class Chat:
         return both[len(anchor) :] if both[: len(anchor)] == anchor else ids(text)
 
     def _compare(self, request: GenerateRequest, ids: list[int]) -> None:
-        whole = list(self._render(request, [dict(m) for m in request.messages], tokenize=True))
-        if whole == ids:
+        at_once = list(self._render(request, [dict(m) for m in request.messages], tokenize=True))
+        if at_once == ids:
             return
         self.differing += 1
         at = next(
-            (i for i, (a, b) in enumerate(zip(ids, whole, strict=False)) if a != b),
-            min(len(ids), len(whole)),
+            (i for i, (a, b) in enumerate(zip(ids, at_once, strict=False)) if a != b),
+            min(len(ids), len(at_once)),
         )
         near = slice(max(0, at - 4), at + 8)
         text = (
             f"the tokens of this conversation differ from those of the whole chat tokenised at "
             f"once, from token {at} of {len(ids)}: "
-            f"{self.tokenizer.decode(ids[near])!r} there, {self.tokenizer.decode(whole[near])!r} "
+            f"{self.tokenizer.decode(ids[near])!r} there, {self.tokenizer.decode(at_once[near])!r} "
             f"at once.  The tokens as the model saw "
             "and wrote them are right for training; set explorer.rollout_model.tokenization_check: "
             "off, or use a chat template that "
@@ -266,14 +264,16 @@ class Chat:
             log.warning("%s: %s (said once)", self.settings.name, text)
 
     def opens_thought(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt ends inside a thought, with which the answer goes on."""
+        """Return whether the prompt ends inside a thought, which the answer continues."""
         tail = self.tokenizer.decode(
             prompt[-TAIL_TOKENS:], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return opens_thought(str(tail))
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """Text of written tokens: with special ones, but for BOS, EOS, padding and ends of turns."""
+        """Decode generated tokens; special tokens are kept except BOS, EOS, padding and ends of
+        turns.
+        """
         ids = [token for token in map(int, tokens) if token not in self._unread]
         return str(
             self.tokenizer.decode(
@@ -284,8 +284,8 @@ class Chat:
     def decode_stopped(
         self, tokens: Sequence[int] | np.ndarray, stops: Sequence[str]
     ) -> tuple[str, str]:
-        """Text of an answer that ended by itself, and the stop text behind it; the special token
-        that ended it is no text.
+        """Return the text of an answer that stopped by itself, and its stop text; the special token
+        that ended the answer is not part of the text.
         """
         end = self._special.get(int(tokens[-1])) if len(tokens) else None
         return cut_at_stop(
@@ -308,15 +308,15 @@ class Chat:
             tail = behind_answer(
                 messages, 1, lambda marked: str(self._render(request, marked, tokenize=False))
             )
-        except (ValueError, TemplateError):  # a template of other conversations
+        except (ValueError, TemplateError):  # the template supports only other conversations
             return ids
         end = next((token for token in self._tokens(tail.text) if token in self._special), None)
         return ids if end is None else ids | {end}
 
 
 def cut(ids: list[int], limit: int, side: str) -> list[int]:
-    """At most `limit` token ids of a prompt: the last ones (left), the first ones (right), or the
-    ends (middle); error: all of them.
+    """Shorten a prompt to `limit` token ids: the last (left), the first (right) or both ends
+    (middle); error: keep all.
     """
     if len(ids) <= limit or side == "error":
         return ids
@@ -330,11 +330,11 @@ def cut(ids: list[int], limit: int, side: str) -> list[int]:
 
 
 def template_args(request: GenerateRequest, template: str) -> dict[str, Any]:
-    """The request's template arguments that `template` reads; others have no effect and are left
-    out.
+    """Return the request's template arguments that `template` reads; unread arguments have no
+    effect.
 
-    Raises ValueError for RESERVED names, and for names that a client chose and the template does
-    not read.
+    Raises ValueError for RESERVED names, and for client-chosen names that the template does not
+    read.
     """
     reads = _variables(template)
     strict = set(request.strict_template_args)
@@ -349,20 +349,22 @@ def template_args(request: GenerateRequest, template: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _variables(template: str) -> frozenset[str]:
-    """The names that a chat template reads and a caller may set."""
+    """Return the variables of a chat template that a caller may set."""
     from jinja2 import meta
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     env = ImmutableSandboxedEnvironment(extensions=[loopcontrols])
-    template = modelfiles.plain_jinja(template)
+    template = modelfiles.without_generation_tag(template)
     return frozenset(
         meta.find_undeclared_variables(env.parse(template)) - env.globals.keys() - RESERVED
     )
 
 
 def load_tokenizer(settings: EngineSettings) -> Any:
-    """The tokenizer in its own folder or the model's.  Raises SetupError when there is none."""
+    """Load the tokenizer from tokenizer_path or the model's folder.  Raises SetupError if it is
+    missing.
+    """
     from transformers import AutoTokenizer
 
     folder = settings.tokenizer_path or settings.model_path
@@ -372,13 +374,15 @@ def load_tokenizer(settings: EngineSettings) -> Any:
         raise SetupError(f"no tokenizer in {folder}: {e}") from e
 
 
-def _template(given: str | None) -> str | None:
-    """A template is Jinja text; anything else names a file."""
-    if given is None or "{" in given:
-        return given
-    path = Path(given).expanduser()
+def _template(template: str | None) -> str | None:
+    """Return a template's Jinja text; a value without "{" is a file path."""
+    if template is None or "{" in template:
+        return template
+    path = Path(template).expanduser()
     if not path.is_file():
         raise ConfigError(
-            f"{given!r} is neither a Jinja template nor a file", key="chat_template", given=given
+            f"{template!r} is neither a Jinja template nor a file",
+            key="chat_template",
+            given=template,
         )
     return path.read_text(encoding="utf-8")

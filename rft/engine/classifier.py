@@ -1,9 +1,9 @@
-"""A model with a classification head (a trained reward model), run with transformers: raw scores of
-whole chats, batched.
+"""Score whole chats with a transformers model that has a classification head (a trained reward
+model).
 
-Knows nothing of rewards.  Texts that wait are scored together, padded to the longest, on one
-thread.  Invariant: a text's scores do not depend on which others are beside it, but for rounding;
-they are the model's logits, with no sigmoid or softmax.
+Knows nothing of rewards.  Waiting texts are scored in batches, padded to the longest, on one
+thread.  Invariant: up to rounding, a text's scores do not depend on the batch; scores are the
+model's logits, with no sigmoid or softmax.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
 
-from rft.engine.base import ScoresOnly, whole
+from rft.engine.base import ScoresOnly, checked_model
 from rft.engine.chat import Chat, load_tokenizer
 from rft.engine.settings import EngineSettings
 from rft.errors import EngineFailed, OutOfMemory, SetupError, is_out_of_memory
@@ -29,7 +29,7 @@ class _WaitingText:
 
 
 class ClassifierEngine(ScoresOnly):
-    """Made by `start`; all calls come from one event loop."""
+    """Created by `start`; called from one event loop."""
 
     COUNTED = ("requests", "prompt_tokens", "batches")
 
@@ -37,7 +37,7 @@ class ClassifierEngine(ScoresOnly):
         super().__init__(settings)
         self.model = model
         self._chat = chat
-        # without one the model takes one text at a time
+        # without a padding token the model takes one text at a time
         self._pad: int | None = model.config.pad_token_id
         self._waiting: list[_WaitingText] = []
         self._work: asyncio.Task[None] | None = None
@@ -46,18 +46,18 @@ class ClassifierEngine(ScoresOnly):
 
     @classmethod
     async def start(cls, settings: EngineSettings) -> Self:
-        """Loads model and tokenizer of `model_path`.  Raises SetupError when there is no
-        classification head.
+        """Load model and tokenizer of `model_path`.  Raises SetupError without a classification
+        head.
         """
         return await asyncio.to_thread(
             lambda: cls(settings, _load(settings), Chat(settings, load_tokenizer(settings)))
         )
 
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
-        """One number for each label.  Raises PromptTooLong for a chat over max_model_len."""
+        """Return one score per label.  Raises PromptTooLong for a chat over max_model_len."""
         if self._closed:
             raise EngineFailed(f"{self.settings.name} is closed")
-        ids = self._chat.whole(messages)
+        ids = self._chat.encode_conversation(messages)
         text = _WaitingText(ids, asyncio.get_running_loop().create_future())
         self._waiting.append(text)
         self._counted["requests"] += 1
@@ -75,7 +75,7 @@ class ClassifierEngine(ScoresOnly):
             raise EngineFailed(f"{self.settings.name} is closed")
 
     async def close(self) -> None:
-        """What waits fails.  May be called twice."""
+        """Fail waiting texts and stop the thread.  May be called twice."""
         self._closed = True
         for text in self._waiting:
             if not text.answer.done():
@@ -92,7 +92,7 @@ class ClassifierEngine(ScoresOnly):
                 scores = await asyncio.get_running_loop().run_in_executor(
                     self._thread, self._score, [t.ids for t in batch]
                 )
-            except Exception as e:  # whatever the model raises is told to those who wait for it
+            except Exception as e:  # any model error is passed to the waiting callers
                 kind = OutOfMemory if is_out_of_memory(e) else EngineFailed
                 for text in batch:
                     if not text.answer.done():
@@ -105,7 +105,7 @@ class ClassifierEngine(ScoresOnly):
                     text.answer.set_result(score)
 
     def _take(self) -> list[_WaitingText]:
-        """The oldest text, and others of about its length while they fit."""
+        """Take the oldest text and the texts closest to its length while they fit."""
         if self._pad is None:
             return [self._waiting.pop(0)]
         first = self._waiting[0]
@@ -172,7 +172,7 @@ def _load(settings: EngineSettings) -> Any:
             f"{settings.name}: no model could be loaded from {settings.model_path}: {e}"
         ) from e
     return (
-        whole(settings.name, settings.model_path, loaded)
+        checked_model(settings.name, settings.model_path, loaded)
         .to(settings.device)
         .eval()
         .requires_grad_(False)

@@ -1,9 +1,9 @@
-"""Environment variables of processes that compute: to be set before the process starts.
+"""Environment variables of engine and trainer processes, to be set before the process starts.
 Torch-free.
 
-LD_PRELOAD and GLIBC_TUNABLES work only at exec, so whoever starts an engine's or trainer's process
-passes these on (Ray: `runtime_env`'s `env_vars`).
-Invariant: a variable that the user has set is kept, except LD_PRELOAD, where ours are put in front.
+LD_PRELOAD and GLIBC_TUNABLES take effect only at exec, so the parent process passes them on (Ray:
+`runtime_env`'s `env_vars`).  Invariant: variables set by the user are kept; LD_PRELOAD is extended
+at its front.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from rft.engine import vllm_host
-from rft.engine.settings import EngineSettings
+from rft.engine.settings import EXTERNAL_LIB, EngineSettings
 from rft.errors import SetupError
 
 log = logging.getLogger(__name__)
@@ -22,31 +22,34 @@ log = logging.getLogger(__name__)
 OPENMP = "libiomp5.so"
 ALLOCATOR = "libtcmalloc_minimal.so.4"
 TUNABLES = "GLIBC_TUNABLES"
-# tells vLLM's own processes the module to import before they build the model
-LIBRARY = "RFT_EXTERNAL_LIB"
-# What layers are packed into is used again for the next version: memory that is given back costs
-# the kernel 0.2 s a GB to give anew.
+# modules imported before vLLM's core is forked on a CPU
+_IMPORTED = (
+    "vllm.v1.engine.async_llm",
+    "rft.engine.vllm",
+    "rft.engine.vllm_worker",
+    "rft.engine.vllm_cpu",
+)
+# Buffers of packed layers are reused by the next version; after memory is returned to the kernel,
+# allocating it again costs 0.2 s per GB.
 _KEPT = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184"
-# No KMP_AFFINITY: it would bind the first thread of a process, and its children would inherit that
-# one core.  Threads that wait longer than so many ms sleep, so that whoever idles leaves its cores
-# to the others.
+# No KMP_AFFINITY: it would bind a process's first thread to one core, and child processes would
+# inherit that core.  KMP_BLOCKTIME: milliseconds before idle threads sleep and free their cores.
 _WAITS = {"KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}
 _REMEDY = {OPENMP: "pip install intel-openmp", ALLOCATOR: "apt-get install libtcmalloc-minimal4"}
 
 
 def cpu_environment(settings: EngineSettings) -> dict[str, str]:
-    """Variables for the process that hosts an engine.
+    """Return the variables of the process that hosts an engine; vLLM's own processes inherit them.
 
-    vLLM's own processes inherit them.  For device cuda only the neutral ones are given.  Raises
-    SetupError when there are too few cores.
+    For device cuda only device-independent variables are returned.  Raises SetupError when there
+    are too few cores.
     """
     env = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "INFO" if settings.log_stats or settings.log_requests else "WARNING",
         "TOKENIZERS_PARALLELISM": "false",
-        # a process that gives itself a title keeps its environment readable, which tells whose it
-        # is
+        # keeps the environment of a renamed process readable, which identifies its owner
         "SPT_NOENV": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_LOOPBACK_IP": "127.0.0.1",
@@ -56,12 +59,12 @@ def cpu_environment(settings: EngineSettings) -> dict[str, str]:
         env["HF_HUB_OFFLINE"] = "1"
     if settings.device == "cpu":
         if settings.enforce_eager:
-            # the sampler has a small compiled function: 15 s at the first request for nothing
+            # the sampler's small compiled function would cost 15 s at the first request
             env["TORCH_COMPILE_DISABLE"] = "1"
         shards = _cores(settings)
         if settings.workers == 1:
-            # vLLM then runs model and scheduler in one process and leaves thread binding to us; "0"
-            # is what lets it do so
+            # vLLM then runs model and scheduler in one process and leaves thread binding to rft;
+            # "0" enables this
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             env["OMP_NUM_THREADS"] = str(len(shards[0]))
             if library(OPENMP) is not None:
@@ -71,16 +74,16 @@ def cpu_environment(settings: EngineSettings) -> dict[str, str]:
         if library(ALLOCATOR) is None:
             env[TUNABLES] = _KEPT
     return _unless_set(env) | (
-        {} if settings.external_lib is None else {LIBRARY: settings.external_lib}
+        {} if settings.external_lib is None else {EXTERNAL_LIB: settings.external_lib}
     )
 
 
 def host_program(settings: EngineSettings) -> list[str] | None:
-    """The interpreter with its arguments for the process that hosts an engine; None: as any other.
+    """Return the command of an interpreter that can fork an engine's core (`vllm_host`); None = the
+    default command.
 
-    Some cores need a new interpreter for their variables: of several workers, of compiled models,
-    where libraries are not preloaded; and where a module of the user's is imported, which may start
-    threads.
+    A core cannot be forked if its variables need a new interpreter (several workers, compiled
+    models, libraries not preloaded), or if a user module is imported, which may start threads.
     """
     eager = (
         settings.engine_type == "vllm"
@@ -95,12 +98,12 @@ def host_program(settings: EngineSettings) -> list[str] | None:
         or library(ALLOCATOR) is None
     ):
         return None
-    return [sys.executable, "-P", "-c", vllm_host.START]
+    return [sys.executable, "-P", "-c", vllm_host.start_command(_IMPORTED)]
 
 
 def trainer_environment(threads: int, device: str = "cpu") -> dict[str, str]:
-    """Variables for a trainer rank that computes with `threads` threads on the host; idle ones
-    sleep soon, as in engines.
+    """Return the variables of a trainer rank with `threads` host threads; idle threads sleep soon,
+    as in engines.
     """
     env = {
         "OMP_NUM_THREADS": str(threads),
@@ -108,15 +111,16 @@ def trainer_environment(threads: int, device: str = "cpu") -> dict[str, str]:
         **_WAITS,
         "TOKENIZERS_PARALLELISM": "false",
     }
-    # numbers of rows hardly come again, and a kernel for each takes 0.3 MiB
+    # row counts rarely repeat, and each cached kernel takes 0.3 MiB
     env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "128"
+    if device == "cuda":
+        # shapes of micro-batches vary: without expandable segments freed blocks are rarely reused
+        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return _unless_set({**env, **_preload(*([OPENMP] if device == "cpu" else []), ALLOCATOR)})
 
 
 def library(name: str) -> Path | None:
-    """Where a shared library lies: beside this interpreter, in vLLM's wheel, or in the system's
-    folders.
-    """
+    """Find a shared library: in this interpreter's prefix, vLLM's wheel or the system folders."""
     system = (
         "/usr/lib/x86_64-linux-gnu",
         "/usr/lib/aarch64-linux-gnu",
@@ -132,26 +136,30 @@ def library(name: str) -> Path | None:
 
 
 def missing_libraries() -> list[str]:
-    """What would make CPU engines and trainers faster and is not installed, with the remedy."""
+    """Return the missing libraries that would speed up CPU engines and trainers, each with its
+    remedy.
+    """
     return [
         f"{name} not found: {remedy}" for name, remedy in _REMEDY.items() if library(name) is None
     ]
 
 
 def _preload(*names: str) -> dict[str, str]:
-    found = []
+    paths = []
     for name in names:
         if (path := library(name)) is None:
             log.warning("%s not found; this process will be slower (%s)", name, _REMEDY[name])
         else:
-            found.append(str(path))
-    before = [p for p in os.environ.get("LD_PRELOAD", "").split(":") if p and p not in found]
-    return {"LD_PRELOAD": ":".join([*found, *before])} if found else {}
+            paths.append(str(path))
+    before = [p for p in os.environ.get("LD_PRELOAD", "").split(":") if p and p not in paths]
+    return {"LD_PRELOAD": ":".join([*paths, *before])} if paths else {}
 
 
 def _cores(settings: EngineSettings) -> list[list[int]]:
-    """For each worker the ids of its cores, which are its own where the engines together have no
-    more threads than there are cores.
+    """Return the core ids of each worker.
+
+    Workers share no core while the engines together have at most as many threads as there are
+    cores.
     """
     allowed = (
         sorted(os.sched_getaffinity(0))

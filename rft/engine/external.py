@@ -1,9 +1,9 @@
-"""A model behind an OpenAI-compatible server, as an engine: for judges.  It gives texts; nothing of
-it can be trained.
+"""An OpenAI-compatible server as an engine, for judges.  Its answers are text and cannot be
+trained.
 
-Knows the protocol (POST {base_url}/chat/completions) and no particular server.  Key and secret
-headers come from environment variables and are kept out of every log.  Invariant: a request is
-repeated only where the server did not answer it (429, 5xx, a broken connection).
+Uses POST {base_url}/chat/completions and depends on no particular server.  Key and secret headers
+come from environment variables and stay out of every log.  Invariant: a request is repeated only if
+the server did not answer it (429, 5xx, a broken connection).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from rft.engine.base import BaseEngine, engine
-from rft.engine.settings import EngineSettings, ExternalSettings
+from rft.engine.settings import EngineSettings, ExternalModelConfig
 from rft.errors import ConfigError, EngineFailed, SetupError
 from rft.secrets import learn_secrets, redact
 from rft.types.completion import Completion, FinishReason, without_reasoning
@@ -32,13 +32,23 @@ if TYPE_CHECKING:
     import httpx
 
 log = logging.getLogger(__name__)
-AGAIN = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # the server says: later
-# of these: perhaps after it has worked, or has let another one work
+AGAIN = {
+    408,
+    409,
+    425,
+    429,
+    500,
+    502,
+    503,
+    504,
+    529,
+}  # statuses that allow a repeat
+# the server may have processed the request, or passed it to another server
 WORKED_ON = {408, 500, 502, 504}
 LARGEST = 16 << 20  # bytes of an answer
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 60.0
-TOP = 20  # of the first token's log-probs; more are not given
+TOP = 20  # log-probs of the first token; servers return no more
 NOTHING = np.empty(0, np.int32)
 _ENDS: dict[str, FinishReason] = {
     "stop": "stop",
@@ -49,19 +59,19 @@ _ENDS: dict[str, FinishReason] = {
 
 
 class _Later(Exception):
-    """Worth asking again, after `wait_s` if the server said how long.  `sent`: the server may have
-    worked on it.
+    """The request may be repeated, after `wait_s` seconds if the server said so.  `sent`: the
+    server may have processed it.
     """
 
-    def __init__(self, why: str, wait_s: float | None = None, *, sent: bool = False) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, wait_s: float | None = None, *, sent: bool = False) -> None:
+        super().__init__(reason)
         self.wait_s = wait_s
         self.sent = sent
 
 
 @engine("external")
 class ExternalEngine(BaseEngine):
-    """Made by `start`; belongs to one event loop."""
+    """Created by `start`; belongs to one event loop."""
 
     COUNTED = ("requests", "retries", "prompt_tokens", "generated_tokens")
     FIXED_WEIGHTS = "the weights of a model behind a server are its owner's"
@@ -69,15 +79,15 @@ class ExternalEngine(BaseEngine):
     def __init__(self, settings: EngineSettings, client: httpx.AsyncClient) -> None:
         assert settings.external is not None
         super().__init__(settings)
-        self._server: ExternalSettings = settings.external
+        self._server: ExternalModelConfig = settings.external
         self._client = client
         self._rate = RateLimiter(settings.external.requests_per_minute)
         self._random = random.Random(settings.seed)
 
     @classmethod
     async def start(cls, settings: EngineSettings) -> Self:
-        """Raises SetupError when the address, or a variable that a header names, is missing.  Asks
-        the server nothing.
+        """Create the client; send no request.  Raises SetupError when the address, or a variable
+        named by a header, is missing.
         """
         import httpx
 
@@ -119,20 +129,22 @@ class ExternalEngine(BaseEngine):
     # ------------------------------------------------------------ Engine
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        """Raises ValueError for what the server refuses, EngineFailed when it does not answer."""
+        """Raises ValueError when the server refuses the request, EngineFailed when it does not
+        answer.
+        """
         if not request.messages:
             raise ValueError(
                 f"{self.settings.name}: a server is asked with messages, not with tokens"
             )
-        made: list[Completion] = []
-        while len(made) < request.n:  # some servers give one answer, however many are asked for
+        completions: list[Completion] = []
+        while len(completions) < request.n:  # some servers return one answer whatever `n` is
             answers = self._read(
-                await self._post(self._body(request, request.n - len(made))), request
+                await self._post(self._body(request, request.n - len(completions))), request
             )
             if not answers:
                 raise EngineFailed(f"{self.settings.name}: the server answered without choices")
-            made += answers
-        return made[: request.n]
+            completions += answers
+        return completions[: request.n]
 
     async def health(self) -> None:
         if self._client.is_closed:
@@ -144,11 +156,13 @@ class ExternalEngine(BaseEngine):
     # ------------------------------------------------------------ inside
 
     def _body(self, request: GenerateRequest, n: int) -> dict[str, Any]:
-        """Values that the protocol does not know are sent only where they are not off."""
+        """Build the request body; values outside the protocol are sent only if they differ from
+        their off value.
+        """
         s = request.sampling
         body: dict[str, Any] = {
             "model": self._server.model_name,
-            # some servers refuse the reasoning of answers that are given back
+            # some servers refuse reasoning in the history
             "messages": without_reasoning(request.messages),
             "temperature": s.temperature,
             "max_tokens": s.max_tokens,
@@ -178,7 +192,7 @@ class ExternalEngine(BaseEngine):
             choices = answer["choices"]
             usage = answer.get("usage") or {}
             counted = (_count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens")))
-            made = [
+            completions = [
                 self._completion(c, request, counted if i == 0 else (0, 0))
                 for i, c in enumerate(choices)
             ]
@@ -189,16 +203,16 @@ class ExternalEngine(BaseEngine):
             ) from e
         self._counted["prompt_tokens"] += counted[0]
         self._counted["generated_tokens"] += counted[1]
-        return made
+        return completions
 
     def _completion(
         self, choice: dict[str, Any], request: GenerateRequest, usage: tuple[int, int]
     ) -> Completion:
-        """`usage` of an answer with several choices counts at the first."""
+        """Build a completion; `usage` of several choices is counted at the first."""
         message = choice["message"]
         text = message.get("content") or ""
         logprobs = np.empty(0, np.float32)
-        stop_reason = choice.get("stop_reason")  # vLLM's servers name the stop text, or the token
+        stop_reason = choice.get("stop_reason")  # vLLM's servers return the stop text or token
         if request.choices:
             text, logprobs = _chosen(choice, request.choices)
         return Completion(
@@ -242,29 +256,29 @@ class ExternalEngine(BaseEngine):
 
     async def _once(self, body: dict[str, Any]) -> Any:
         status, answer, after = await self._answer(body)
-        said = _short(answer[:4000].decode("utf-8", "replace"))
+        excerpt = _short(answer[:4000].decode("utf-8", "replace"))
         if status in AGAIN:
-            raise _Later(f"HTTP {status}: {said}", _seconds(after), sent=status in WORKED_ON)
+            raise _Later(f"HTTP {status}: {excerpt}", _seconds(after), sent=status in WORKED_ON)
         if status in (401, 403, 404):
             UNPAID.get()()
             raise EngineFailed(
                 f"{self.settings.name}: HTTP {status} from {redact(str(self._client.base_url))}: "
-                f"{said}; check the "
+                f"{excerpt}; check the "
                 f"address, the key in {self._server.api_key_env} and the model's name "
                 f"{self._server.model_name!r}"
             )
         if status >= 400:
-            raise ValueError(f"{self.settings.name}: HTTP {status}: {said}")
+            raise ValueError(f"{self.settings.name}: HTTP {status}: {excerpt}")
         try:
             return json.loads(answer)
         except (ValueError, RecursionError) as e:
             raise EngineFailed(
-                f"{self.settings.name}: the server did not answer with JSON: {said}"
+                f"{self.settings.name}: the server did not answer with JSON: {excerpt}"
             ) from e
 
     async def _answer(self, body: dict[str, Any]) -> tuple[int, bytearray, str | None]:
-        """Status, body and Retry-After.  The deadline is that of the whole answer.  Raises _Later
-        where none comes.
+        """Return (status, body, Retry-After).  The deadline covers the whole answer.  Raises _Later
+        without an answer.
         """
         import httpx
 
@@ -282,24 +296,22 @@ class ExternalEngine(BaseEngine):
                             f"bytes"
                         )
         except TimeoutError as e:
-            why = (
+            reason = (
                 f"its answer was not complete within {self.settings.request_timeout_s:g} s "
                 f"({len(got)} bytes came)"
             )
-            raise _Later(why, sent=True) from e
+            raise _Later(reason, sent=True) from e
         except httpx.HTTPError as e:
             unsent = isinstance(e, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
             raise _Later(redact(f"{type(e).__name__}: {e}"), sent=not unsent) from e
         return response.status_code, got, response.headers.get("retry-after")
 
 
-def _count(given: Any) -> int:
-    """A number of tokens that a server reports.  Raises ValueError for one that would give money
-    back, or that no server can mean.
-    """
-    count = int(given or 0)
+def _count(reported: Any) -> int:
+    """Return a token count reported by a server.  Raises ValueError for a negative or absurd count."""
+    count = int(reported or 0)
     if not 0 <= count < 1 << 31:
-        raise ValueError(f"{_short(given)} tokens")
+        raise ValueError(f"{_short(reported)} tokens")
     return count
 
 
@@ -307,18 +319,20 @@ def _seconds(text: str | None) -> float | None:
     try:
         return None if text is None else max(0.0, float(text))
     except ValueError:
-        return None  # a date: our own back-off will do
+        return None  # an HTTP date: use our own back-off
 
 
 def _chosen(choice: dict[str, Any], words: Sequence[str]) -> tuple[str, np.ndarray]:
-    """The likelier of `words` as the first token, and its log-prob among them [1]; "" and [0] where
-    the server tells of none of them.
+    """Return the likeliest of `words` as first token and its log-prob among them [1]; "" and [0] if
+    the server reports none of them.
 
-    Case and spaces do not count.  A word that is not among the first TOP tokens has no share.
+    Case and spaces are ignored.  A word outside the first TOP tokens gets probability 0.
     """
-    told = ((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs") or []
+    top_logprobs = ((choice.get("logprobs") or {}).get("content") or [{}])[0].get(
+        "top_logprobs"
+    ) or []
     share = dict.fromkeys(words, 0.0)
-    for token in told:
+    for token in top_logprobs:
         for word in words:
             if token["token"].strip().lower() == word.strip().lower():
                 share[word] += math.exp(float(token["logprob"]))

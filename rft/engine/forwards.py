@@ -1,11 +1,10 @@
-"""How rows that come and go are computed with a Hugging Face model and a cache.  For the
-`transformers` engine.
+"""Compute rows that start and end at different times, for the `transformers` engine.
 
-Where every layer is full attention, all rows are one batch over `RowCache`.  Other layers (windows,
-linear attention, Mamba, convolutions) keep their state in the model's own cache, and rows of equal
-length advance together in one such cache: nothing is padded, so no layer needs to know of padding.
-Either is compared with a forward without a cache when the model is loaded. Knows no requests.
-Invariant: the place of a row is its number; the last row takes the place of one that ends.
+With full attention in every layer, all rows are one batch over `RowCache`.  Other layers (windows,
+linear attention, Mamba, convolutions) keep their state in the model's own cache, where rows of
+equal length advance together without padding.  `prove` compares either way with a forward without a
+cache when the model is loaded.  Knows no requests.
+Invariant: rows are numbered 0 to N - 1; the last row takes the number of a row that ends.
 
 Shapes: N rows or sequences, V vocabulary, H hidden size.
 """
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rft.engine import kvcache, rounding
+from rft.engine import rounding
 from rft.engine.kvcache import RowCache
 from rft.engine.routers import Routers
 from rft.errors import SetupError
@@ -41,26 +40,26 @@ FULL = frozenset(
         "experts",
     }
 )
-EXACT = 1e-3  # nats, of any token in float32, as the canary: recurrences and chunks round apart
-_MEASURED = (2, 3)  # tokens of the rows whose bytes are counted: fewer than any window
-# (places of the prompt, of the whole text) of a few random texts
+EXACT = 1e-3  # nats per token in float32, as in the canary; chunked forms round differently
+_MEASURED = (2, 3)  # row lengths in tokens for measuring bytes; shorter than any window
+# (prompt tokens, total tokens) of the random texts for `prove`
 _PROOF = ((7, 12), (5, 9), (7, 9))
 
 
 class Forwards(ABC):
-    """Of `model`.  `routers`: where they record, `told` holds the experts of the last call,
-    [places, layers, experts] of each row.
+    """Prefill and decode steps of `model`.  With `routers`, `experts` holds the last call's routed
+    experts, [places, layers, experts] for each row.
     """
 
     def __init__(self, model: Any, routers: Routers | None) -> None:
         self.model = model
         self.routers = routers
         self.device: torch.device = next(model.parameters()).device
-        self.told: list[np.ndarray] | None = None
+        self.experts: list[np.ndarray] | None = None
 
     @abstractmethod
     def prefill(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Logits [N, V] after the last token of each sequence; what was computed waits for `keep`."""
+        """Return logits [N, V] after the last token of each sequence; the caches wait for `keep`."""
 
     @abstractmethod
     def keep(
@@ -72,36 +71,38 @@ class Forwards(ABC):
         rows: int,
         capacity: int,
     ) -> None:
-        """Row `into[i]` is prefilled sequence `source[i]`, `lengths[i]` tokens long.
+        """Store prefilled sequence `source[i]`, `lengths[i]` tokens long, as row `into[i]`.
 
-        `rows` are in use afterwards, and none of them will be longer than `capacity`.
+        Afterwards `rows` are in use, each at most `capacity` tokens long.
         """
 
     @abstractmethod
     def decode(
         self, tokens: Sequence[int], cached: Sequence[int], only: int | None = None
     ) -> torch.Tensor:
-        """Logits [N, V] after one more token of every row, of which `cached[i]` are in the cache;
-        `only`: of this row alone.
+        """Return logits [N, V] after one new token per row; row i has `cached[i]` tokens in the
+        cache.
+
+        `only`: compute this row alone.
         """
 
     @abstractmethod
     def drop(self, row: int, last_length: int) -> None:
-        """Row `row` ended: the last row, `last_length` tokens long, takes its place."""
+        """End row `row`; the last row, `last_length` tokens long, takes its number."""
 
     @abstractmethod
     def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
-        """What the output layer sees of one text, [tokens, H], without a cache."""
+        """Return the output layer's input for one text, [tokens, H], computed without a cache."""
 
     @abstractmethod
     def waiting_bytes(self) -> int:
-        """Bytes of the caches of what was prefilled and waits for `keep`."""
+        """Return the bytes of prefilled caches that wait for `keep`."""
 
     @torch.inference_mode()
     def row_bytes(self) -> tuple[int, int]:
-        """Bytes that a row has in the cache whatever its length, and those of each token; measured.
+        """Measure (bytes of a row independent of its length, bytes per token).
 
-        A token that is computed later may take less than that: windows forget.
+        Later tokens may take less: layers with windows drop old tokens.
         """
         short, long = (self._bytes_of(tokens) for tokens in _MEASURED)
         token = (long - short) // (_MEASURED[1] - _MEASURED[0])
@@ -112,27 +113,27 @@ class Forwards(ABC):
         return self.waiting_bytes()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Float32 logits of hidden states."""
+        """Return float32 logits of hidden states."""
         how = row_layout.head(self.model.config.to_dict())
         z = self.model.get_output_embeddings()(hidden).float() * how.scale
         return z if how.cap is None else torch.tanh(z / how.cap) * how.cap
 
     def _record(self, sequences: int) -> list[np.ndarray]:
-        """Experts of all places of the last forward."""
+        """Return the routed experts of the last forward, one array per sequence."""
         if self.routers is None:
             return []
         chosen = self.routers.chosen
-        told = (
+        experts = (
             chosen.view(sequences, -1, *chosen.shape[1:])
             .cpu()
             .numpy()
             .astype(self.routers.sizes.dtype)
         )
-        return list(told)
+        return list(experts)
 
 
 class CachedRows(Forwards):
-    """All rows are one batch over `RowCache`."""
+    """Computes all rows as one batch over `RowCache`."""
 
     def __init__(self, model: Any, routers: Routers | None) -> None:
         super().__init__(model, routers)
@@ -142,7 +143,7 @@ class CachedRows(Forwards):
         lengths = torch.tensor([len(s) for s in sequences], device=self.device)
         longest = int(lengths.max())
         ids = torch.tensor([[*s, *[0] * (longest - len(s))] for s in sequences], device=self.device)
-        kept, where = (lengths - 1).unique(return_inverse=True)
+        last_places, where = (lengths - 1).unique(return_inverse=True)
         self._cache.begin_prefill()
         out = self.model(
             input_ids=ids,
@@ -150,11 +151,11 @@ class CachedRows(Forwards):
             position_ids=torch.arange(longest, device=self.device).expand(len(sequences), -1),
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=kept,
+            logits_to_keep=last_places,
         )
-        self.told = self._record(len(sequences))
-        found: torch.Tensor = out.logits[torch.arange(len(sequences), device=self.device), where]
-        return found
+        self.experts = self._record(len(sequences))
+        logits: torch.Tensor = out.logits[torch.arange(len(sequences), device=self.device), where]
+        return logits
 
     def keep(
         self,
@@ -172,16 +173,16 @@ class CachedRows(Forwards):
     ) -> torch.Tensor:
         places = torch.tensor(cached, device=self.device)
         length = int(places.max()) + 1
-        seen = torch.arange(length, device=self.device) <= places.unsqueeze(1)
+        visible = torch.arange(length, device=self.device) <= places.unsqueeze(1)
         self._cache.begin_decode(places, length, only)
         out = self.model(
             input_ids=torch.tensor(tokens, device=self.device)[:, None],
-            attention_mask=seen[:, None, None],
+            attention_mask=self._mask(visible[:, None, None]),
             position_ids=places.unsqueeze(1),
             past_key_values=self._cache,
             use_cache=True,
         )
-        self.told = self._record(len(tokens))
+        self.experts = self._record(len(tokens))
         logits: torch.Tensor = out.logits[:, -1]
         return logits
 
@@ -202,17 +203,23 @@ class CachedRows(Forwards):
             past_key_values=cache,
             use_cache=True,
         )
-        found: torch.Tensor = out.last_hidden_state[0]
-        return found
+        states: torch.Tensor = out.last_hidden_state[0]
+        return states
 
     def _causal(self, count: int) -> torch.Tensor:
-        return torch.ones(count, count, dtype=torch.bool, device=self.device).tril()[None, None]
+        visible = torch.ones(count, count, dtype=torch.bool, device=self.device).tril()
+        return self._mask(visible[None, None])
+
+    def _mask(self, visible: torch.Tensor) -> torch.Tensor:
+        """Return the additive mask, which every attention of transformers accepts."""
+        mask = torch.zeros(visible.shape, dtype=self.model.dtype, device=self.device)
+        return mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)
 
 
 @dataclass(eq=False)
 class _Block:
-    """Rows of one length in one cache of the model's; a row that has left is None until the cache
-    is cut.
+    """Rows of equal length in one cache of the model; an ended row is None until the cache is
+    trimmed.
     """
 
     cache: Any
@@ -220,29 +227,27 @@ class _Block:
 
 
 class OwnCaches(Forwards):
-    """Rows of equal length advance together, in the cache that the model makes.  `alone`: each row
-    for itself.
-    """
+    """Advances rows of equal length together in the model's own cache.  `alone`: one cache per row."""
 
     def __init__(self, model: Any, routers: Routers | None, *, alone: bool) -> None:
         super().__init__(model, routers)
         self._alone = alone
-        self._fresh: list[tuple[list[int], Any]] = []  # sequences of a prefill, and their cache
+        self._fresh: list[tuple[list[int], Any]] = []  # (sequence numbers, cache) of a prefill
         self._blocks: list[_Block] = []
         self._rows = 0
 
     def prefill(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-        found: dict[int, torch.Tensor] = {}
-        told: dict[int, np.ndarray] = {}
+        logits: dict[int, torch.Tensor] = {}
+        experts: dict[int, np.ndarray] = {}
         self._fresh = []
         for length in dict.fromkeys(map(len, sequences)):
-            mine = [i for i, s in enumerate(sequences) if len(s) == length]
-            out = self._forward([list(sequences[i]) for i in mine], None, 0)
-            self._fresh.append((mine, out.past_key_values))
-            found |= dict(zip(mine, out.logits[:, -1], strict=True))
-            told |= dict(zip(mine, self._record(len(mine)), strict=False))
-        self.told = [told[i] for i in sorted(told)]
-        return torch.stack([found[i] for i in range(len(sequences))])
+            same_length = [i for i, s in enumerate(sequences) if len(s) == length]
+            out = self._forward([list(sequences[i]) for i in same_length], None, 0)
+            self._fresh.append((same_length, out.past_key_values))
+            logits |= dict(zip(same_length, out.logits[:, -1], strict=True))
+            experts |= dict(zip(same_length, self._record(len(same_length)), strict=False))
+        self.experts = [experts[i] for i in sorted(experts)]
+        return torch.stack([logits[i] for i in range(len(sequences))])
 
     def keep(
         self,
@@ -254,34 +259,36 @@ class OwnCaches(Forwards):
         capacity: int,
     ) -> None:
         self._rows = rows
-        for block in self._blocks:  # these are computed anew
+        for block in self._blocks:  # these rows are prefilled again
             block.rows = [None if row in into else row for row in block.rows]
-        for mine, cache in self._fresh:
+        for sequences, cache in self._fresh:
             places = [
-                (mine.index(s), row) for s, row in zip(source, into, strict=True) if s in mine
+                (sequences.index(s), row)
+                for s, row in zip(source, into, strict=True)
+                if s in sequences
             ]
             for part in [[place] for place in places] if self._alone else [places]:
-                own = copy.deepcopy(cache) if self._alone else cache
-                own.reorder_cache(torch.tensor([at for at, _ in part], device=self.device))
-                self._blocks.append(_Block(own, [row for _, row in part]))
+                part_cache = copy.deepcopy(cache) if self._alone else cache
+                part_cache.reorder_cache(torch.tensor([at for at, _ in part], device=self.device))
+                self._blocks.append(_Block(part_cache, [row for _, row in part]))
         self._fresh = []
 
     def decode(
         self, tokens: Sequence[int], cached: Sequence[int], only: int | None = None
     ) -> torch.Tensor:
         self._cut()
-        found: dict[int, torch.Tensor] = {}
-        told: dict[int, np.ndarray] = {}
+        logits: dict[int, torch.Tensor] = {}
+        experts: dict[int, np.ndarray] = {}
         for block in self._blocks:
             rows = [row for row in block.rows if row is not None]
             if only is not None and only not in rows:
                 continue
-            at = [0] if only is not None else rows  # where the rows stand in what was given
+            at = [0] if only is not None else rows  # row indices into `tokens`
             out = self._forward([[tokens[i]] for i in at], block.cache, cached[at[0]])
-            found |= dict(zip(rows, out.logits[:, -1], strict=True))
-            told |= dict(zip(rows, self._record(len(rows)), strict=False))
-        self.told = [told[row] for row in sorted(told)]
-        return torch.stack([found[row] for row in sorted(found)])
+            logits |= dict(zip(rows, out.logits[:, -1], strict=True))
+            experts |= dict(zip(rows, self._record(len(rows)), strict=False))
+        self.experts = [experts[row] for row in sorted(experts)]
+        return torch.stack([logits[row] for row in sorted(logits)])
 
     def drop(self, row: int, last_length: int) -> None:
         self._rows -= 1
@@ -293,10 +300,10 @@ class OwnCaches(Forwards):
 
     def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
         ids = torch.tensor([list(tokens)], device=self.device)
-        found: torch.Tensor = body_of(self.model)(input_ids=ids, use_cache=False).last_hidden_state[
-            0
-        ]
-        return found
+        states: torch.Tensor = body_of(self.model)(
+            input_ids=ids, use_cache=False
+        ).last_hidden_state[0]
+        return states
 
     def _forward(self, ids: list[list[int]], cache: Any, cached: int) -> Any:
         places = torch.arange(cached, cached + len(ids[0]), device=self.device)
@@ -309,7 +316,7 @@ class OwnCaches(Forwards):
         )
 
     def _cut(self) -> None:
-        """Take rows that have left out of the caches."""
+        """Remove ended rows from the caches."""
         self._blocks = [
             block for block in self._blocks if any(row is not None for row in block.rows)
         ]
@@ -320,47 +327,44 @@ class OwnCaches(Forwards):
                 block.rows = [block.rows[i] for i in stay]
 
 
-def _bytes(held: object) -> int:
-    """Of all tensors in `held`."""
-    if isinstance(held, torch.Tensor):
-        return held.nbytes
+def _bytes(tensors: object) -> int:
+    """Return the bytes of all tensors in nested containers."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors.nbytes
     inner = (
-        held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else ()
+        tensors.values()
+        if isinstance(tensors, dict)
+        else tensors
+        if isinstance(tensors, list | tuple)
+        else ()
     )
     return sum(map(_bytes, inner))
 
 
 def body_of(lm: Any) -> Any:
-    """What gives hidden states; some models have it under another name than their own
-    `base_model_prefix`.
+    """Return the submodule that computes hidden states; in some models `base_model_prefix` is
+    wrong.
     """
     children = dict(lm.named_children())
     return children.get(lm.base_model_prefix) or children["model"]
 
 
-def attention_for(config: Any) -> dict[str, str]:
-    """Arguments for loading the model of `config` with the attention that its layers need here."""
-    full = FULL.issuperset(row_layout.layer_types(config.to_dict()))
-    return {"attn_implementation": kvcache.ATTENTION} if full else {}
-
-
 def make(model: Any, routers: Routers | None, *, alone: bool) -> Forwards:
-    """For `model`, which was loaded with `attention_for`."""
-    if model.config._attn_implementation == kvcache.ATTENTION:
+    if FULL.issuperset(row_layout.layer_types(model.config.to_dict())):
         return CachedRows(model, routers)
     return OwnCaches(model, routers, alone=alone)
 
 
 @torch.inference_mode()
 def prove(model: Any, name: str) -> None:
-    """Compare rows that come and go with forwards without a cache.
+    """Compare cached rows that start and end at different times with forwards without a cache.
 
-    Raises SetupError where they differ by more than EXACT, in shorter types by more than the noise
-    of this model allows.
+    Raises SetupError if they differ by more than EXACT; for shorter dtypes by more than this
+    model's rounding noise allows.
     """
     dtype = str(model.dtype).removeprefix("torch.")
     try:
-        found, noise = _differences(model, sampled=dtype != "float32")
+        difference, noise = _differences(model, sampled=dtype != "float32")
     except (
         RuntimeError,
         ValueError,
@@ -375,21 +379,21 @@ def prove(model: Any, name: str) -> None:
             f"{e}.  Use vllm"
         ) from e
     limit = Difference(EXACT, EXACT) if dtype == "float32" else allowed(noise, dtype)
-    if not found.within(limit):
+    if not difference.within(limit):
         raise SetupError(
-            f"{name}: {type(model).__name__} with a cache gives log-probs that differ by {found} "
+            f"{name}: {type(model).__name__} with a cache gives log-probs that differ by {difference} "
             f"from those without one, allowed "
             f"are {limit}; its rows cannot be computed here.  Use vllm"
         )
 
 
 def _differences(model: Any, *, sampled: bool) -> tuple[Difference, Difference]:
-    """Of all places of a few random texts, one of which leaves before the others: with a cache, and
-    with other roundings.
+    """Return the differences caused by the cache, and by another rounding, at all places of random
+    texts.
 
-    Of each place the largest difference of a token's log-prob, or the mean over those that would be
-    sampled there: in shorter types logits of 16 and more are 0.125 apart, and with 50,000 tokens
-    some always meet the worst rounding.
+    One text ends before the others.  Per place: the largest log-prob difference, or with `sampled`
+    the mean under the model's distribution.  In shorter dtypes, logits of 16 and more are 0.125
+    apart, and of 50,000 tokens some always get the worst rounding.
     """
     draw = torch.Generator().manual_seed(0)
     size = int(model.get_input_embeddings().weight.shape[0])
@@ -404,26 +408,28 @@ def _differences(model: Any, *, sampled: bool) -> tuple[Difference, Difference]:
     )
     logits = forwards.prefill([t[:b] for t, b in zip(texts, begins, strict=True)])
     at = list(begins)
-    found = []
+    differences = []
     forwards.keep(
         range(len(texts)), begins, range(len(texts)), rows=len(texts), capacity=max(map(len, texts))
     )
-    there = list(range(len(texts)))
+    active = list(range(len(texts)))
     while True:
-        for row, text in enumerate(there):
-            found.append(_apart(_logprobs(logits[row]), right[text][at[text] - 1], sampled=sampled))
-        for text in [t for t in there if at[t] == len(texts[t])]:
-            row = there.index(text)
-            last = there[-1]
-            there[row] = last
-            there.pop()
-            forwards.drop(row, at[last])
-        if not there:
-            return Difference.of(torch.stack(found).cpu().numpy()), Difference.of(
-                noise.cpu().numpy()
+        for row, text in enumerate(active):
+            differences.append(
+                _apart(_logprobs(logits[row]), right[text][at[text] - 1], sampled=sampled)
             )
-        logits = forwards.decode([texts[t][at[t]] for t in there], [at[t] for t in there])
-        for t in there:
+        for text in [t for t in active if at[t] == len(texts[t])]:
+            row = active.index(text)
+            last = active[-1]
+            active[row] = last
+            active.pop()
+            forwards.drop(row, at[last])
+        if not active:
+            return Difference.from_values(
+                torch.stack(differences).cpu().numpy()
+            ), Difference.from_values(noise.cpu().numpy())
+        logits = forwards.decode([texts[t][at[t]] for t in active], [at[t] for t in active])
+        for t in active:
             at[t] += 1
 
 
@@ -431,9 +437,7 @@ def _logprobs(logits: torch.Tensor) -> torch.Tensor:
     return logits.float().log_softmax(-1)
 
 
-def _apart(found: torch.Tensor, right: torch.Tensor, *, sampled: bool) -> torch.Tensor:
-    """Of log-probs [..., V], the largest difference; `sampled`: the mean over tokens that `right`
-    draws.
-    """
-    apart = (found - right).abs()
+def _apart(logprobs: torch.Tensor, right: torch.Tensor, *, sampled: bool) -> torch.Tensor:
+    """Return the largest difference of log-probs [..., V]; `sampled`: the mean under `right`."""
+    apart = (logprobs - right).abs()
     return (right.exp() * apart).sum(-1) if sampled else apart.amax(-1)

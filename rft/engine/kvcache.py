@@ -1,9 +1,8 @@
-"""A key/value cache whose rows come and go, and the attention that reads it.  For the
-`transformers` engine.
+"""A key/value cache for rows that start and end at different times, for the `transformers` engine.
 
-Knows nothing of requests or sampling.  Row r holds its tokens at [0, length_r), without padding
-before them; rows 0..n-1 are in use, and a row that ends is replaced by the last one.  Invariant:
-what a row attends to does not depend on which other rows there are.
+Knows nothing of requests or sampling.  Row r holds its tokens at [0, length_r), without left
+padding; rows 0..n-1 are in use, and the last row replaces a row that ends.  Invariant: a row's
+attention does not depend on which other rows exist.
 
 Shapes: B rows, H query heads, K key/value heads (H a multiple of K), L cached tokens, D head size.
 """
@@ -14,14 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn import functional as F
-
-ATTENTION = "rft_rows"  # the name under which `attention` is registered with transformers
 
 
 class RowCache:
-    """Passed to a model as `past_key_values`.  `begin_prefill` / `begin_decode` say what the next
-    forward does with its keys.
+    """Passed to a model as `past_key_values`.  `begin_prefill` or `begin_decode` sets how the next
+    forward stores its keys.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +25,7 @@ class RowCache:
         self.keys: list[torch.Tensor] = []  # per layer [rows, K, capacity, D]
         self.values: list[torch.Tensor] = []
         self.rows = 0  # in use
-        # per layer, of a prefill
+        # per layer (keys, values) of a prefill
         self._fresh: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         # (row numbers, positions) of a decode
         self._at: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -37,7 +33,7 @@ class RowCache:
         self._alone = False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0  # positions are always given
+        return 0  # positions are passed explicitly
 
     @property
     def waiting(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -49,11 +45,11 @@ class RowCache:
         self._at = None
 
     def begin_decode(self, positions: torch.Tensor, length: int, only: int | None = None) -> None:
-        """`positions` int64 [rows]: where each row's new token goes; `length`: the longest row
+        """Start a decode: `positions` int64 [rows] of the new tokens; `length`: longest row
         afterwards.
 
-        `only`: the forward is of this row alone, `positions` [1]; its keys are copied, so that not
-        even their place in memory tells of other rows.
+        `only`: compute this row alone, with `positions` [1]; its keys are copied, so that even
+        their memory layout does not depend on other rows.
         """
         self._fresh = None
         self._length = length
@@ -64,8 +60,8 @@ class RowCache:
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by the model's attention layers with [B, K, new tokens, D]; gives what they attend
-        to.
+        """Store [B, K, new tokens, D] and return the keys and values to attend to.  Called by the
+        model's attention layers.
         """
         if self._fresh is not None:
             assert layer_idx == len(self._fresh)
@@ -90,10 +86,10 @@ class RowCache:
         rows: int,
         capacity: int,
     ) -> None:
-        """Store the prefilled sequences: row `into[i]` gets the first `lengths[i]` tokens of
-        sequence `source[i]`.
+        """Store prefilled sequences: row `into[i]` gets the first `lengths[i]` tokens of sequence
+        `source[i]`.
 
-        `rows` are in use afterwards; there is room for `capacity` tokens in each.
+        Afterwards `rows` are in use, each with room for `capacity` tokens.
         """
         fresh = self._fresh
         self._fresh = None
@@ -106,7 +102,7 @@ class RowCache:
                 self.values[layer][r, :, :n] = value[s, :, :n]
 
     def drop(self, row: int, last_length: int) -> None:
-        """Row `row` ended: the last row, `last_length` tokens long, takes its place."""
+        """End row `row`; the last row, `last_length` tokens long, takes its number."""
         self.rows -= 1
         if row != self.rows:
             for t in (*self.keys, *self.values):
@@ -125,46 +121,10 @@ class RowCache:
         for which, target in enumerate((self.keys, self.values)):
             for layer, pair in enumerate(like):
                 kv = pair[which]
-                # zeros, not empty: a masked position still multiplies with weight 0, and 0 x nan is
-                # nan
+                # zeros, not empty: a masked position has weight 0, and 0 x nan is nan
                 grown = kv.new_zeros(rows, kv.shape[1], capacity, kv.shape[3])
                 if layer < len(target):
                     grown[: self.rows, :, :old_capacity] = target[layer][: self.rows]
                     target[layer] = grown
                 else:
                     target.append(grown)
-
-
-def attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Scaled dot-product attention, [B, H, Q, D] → [B, Q, H, D of the values].
-
-    For one query per row the H / K query heads that share a key head are treated as that many
-    queries, so keys are not repeated.
-    """
-    batch, heads, queries, size = query.shape
-    groups = heads // key.shape[1]
-    if queries == 1:
-        out = F.scaled_dot_product_attention(
-            query.view(batch, -1, groups, size), key, value, attn_mask=attention_mask, scale=scaling
-        )
-        return out.reshape(batch, 1, heads, value.shape[-1]), None
-    if groups > 1:
-        key = key.repeat_interleave(groups, dim=1)
-        value = value.repeat_interleave(groups, dim=1)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.transpose(1, 2), None
-
-
-def register() -> None:
-    """Make `attention` known to transformers; calling it again changes nothing."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION, attention)

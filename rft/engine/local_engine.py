@@ -1,5 +1,5 @@
-"""What the engines share that hold a model and its tokenizer: prompts in tokens, answers as
-records, weights that may be loaded.
+"""Shared parts of engines that hold a model and its tokenizer: prompt tokens, completion records,
+load checks.
 
 Knows neither vLLM nor transformers.  Invariant: nothing is generated before the first load, except
 with `fixed_weights`.
@@ -16,27 +16,25 @@ import msgspec
 import numpy as np
 import xxhash
 
-from rft.engine.base import BaseEngine, RequestFailed, check_base, check_row
+from rft.engine.base import BaseEngine, RequestFailed, check_base, check_row, row_behind
 from rft.engine.chat import Chat
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, EngineFailed, SetupError
 from rft.types.completion import Completion, FinishReason, VersionSpan
-from rft.types.ids import Version
 from rft.types.metrics import Metric
 from rft.types.ports import GenerateRequest, ScoreRow, WeightManifest
 from rft.types.thoughts import THINK, THINK_END, split_thought
 
-FIXED = Version(1, 0)  # of weights that are served as they are on disk
-LONG_CHARS = 1 << 16  # of messages and tools that are tokenised in a thread
+LONG_CHARS = 1 << 16  # size from which messages and tools are tokenised in a thread
 log = logging.getLogger(__name__)
 
 
 class Parsers:
-    """Take reasoning and tool calls out of an answer's text, with the parsers of vLLM that the
-    settings name, if any.
+    """Extracts reasoning and tool calls from an answer's text with the vLLM parsers of the
+    settings.
 
-    Only what is read changes; tokens and log-probs stay as they were written.  Raises SetupError
-    without vLLM, ConfigError for unknown names.
+    Only the parsed text changes; tokens and log-probs stay as generated.  Raises SetupError without
+    vLLM, ConfigError for unknown names.
     """
 
     def __init__(self, settings: EngineSettings, tokenizer: Any) -> None:
@@ -66,12 +64,14 @@ class Parsers:
             )
 
     def __call__(self, c: Completion, request: GenerateRequest) -> Completion:
-        """`c` with reasoning and, where the request had tools, tool calls taken out of its text."""
+        """Return `c` with reasoning and, if the request had tools, tool calls extracted from its
+        text.
+        """
         if self._reasoning is None and (self._tools is None or not request.tools):
             return c
         try:
             return self._parsed(c, request.tools, {**self._kwargs, **request.chat_template_args})
-        except Exception as e:  # parsers meet whatever a model writes and a client names as a tool
+        except Exception as e:  # parsers fail in any way on model output and client tools
             raise RequestFailed(
                 f"the answer's reasoning or tool calls could not be read: {type(e).__name__}: {e}"
             ) from e
@@ -81,32 +81,39 @@ class Parsers:
     ) -> Completion:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        given = {"tools": [dict(t) for t in tools] or None, "chat_template_kwargs": template_args}
-        asked = ChatCompletionRequest(messages=[], model="policy", **given)
-        whole = c.text
-        thought, answer = split_thought(whole, opened=c.in_thought)
+        arguments = {
+            "tools": [dict(t) for t in tools] or None,
+            "chat_template_kwargs": template_args,
+        }
+        chat_request = ChatCompletionRequest(messages=[], model="policy", **arguments)
+        text = c.text
+        thought, answer = split_thought(text, opened=c.in_thought)
         calls: list[dict[str, Any]] = []
         reasoning = ""
         if self._reasoning is not None:
             parser = self._reasoning(self._tokenizer, chat_template_kwargs=template_args)
             parser.adjust_initial_state_from_prompt(c.prompt_tokens.tolist())
-            found, rest = parser.extract_reasoning(whole, asked)
-            # some end a thought at its first call
+            extracted_reasoning, rest = parser.extract_reasoning(text, chat_request)
+            # some parsers end a thought at its first call
             early = thought and len(rest or "") > len(answer)
             reasoning = (
-                thought.removeprefix(THINK).removesuffix(THINK_END) if early else found or ""
+                thought.removeprefix(THINK).removesuffix(THINK_END)
+                if early
+                else extracted_reasoning or ""
             )
             answer = answer if early else rest or ""
         if self._tools is not None and tools:
-            seen = self._tools(self._tokenizer, asked.tools).extract_tool_calls(answer, asked)
-            if seen.tools_called:
-                answer = seen.content or ""
-                calls = [_call(call.function) for call in seen.tool_calls]
-        # equal runs give equal ids
+            extracted = self._tools(self._tokenizer, chat_request.tools).extract_tool_calls(
+                answer, chat_request
+            )
+            if extracted.tools_called:
+                answer = extracted.content or ""
+                calls = [_call(call.function) for call in extracted.tool_calls]
+        # equal completions give equal ids
         name = xxhash.xxh3_64_hexdigest(c.prompt_tokens.tobytes() + c.tokens.tobytes())
-        return msgspec.structs.replace(  # Mistral's templates want nine letters or digits for an id
+        return msgspec.structs.replace(  # Mistral's templates require ids of nine letters or digits
             c,
-            text=answer if self._reasoning is not None else thought + answer if calls else whole,
+            text=answer if self._reasoning is not None else thought + answer if calls else text,
             in_thought=c.in_thought and self._reasoning is None,
             reasoning=reasoning,
             tool_calls=tuple(
@@ -116,8 +123,8 @@ class Parsers:
 
 
 def _call(function: Any) -> dict[str, Any]:
-    """In OpenAI's form.  Halves of characters, which parsers make of `\\ud800` and nothing can
-    store, are written as such again.
+    """Return a call in OpenAI's form.  Lone surrogates, which parsers decode from `\\ud800` and
+    which cannot be stored, are escaped again.
     """
     named = {"name": function.name, "arguments": function.arguments}
     return {
@@ -138,8 +145,8 @@ def _named(find: Any, key: str, name: str) -> Any:
 
 
 class LocalEngine(BaseEngine):
-    """`generate` begins with `prompt`, and ends with `completion` for each answer; `load` begins
-    with `check_load`.
+    """Base class: `generate` starts with `prompt` and ends with `completion` per answer; `load`
+    starts with `check_load`.
     """
 
     COUNTED = (
@@ -156,20 +163,31 @@ class LocalEngine(BaseEngine):
         self._parse = Parsers(settings, chat.tokenizer)
         self._paused = False
 
-    async def prompt(self, request: GenerateRequest) -> list[int]:
-        """Its tokens.  Raises PromptTooLong or ValueError for what no engine is asked, EngineFailed
-        before the first load.
+    async def prompt(self, request: GenerateRequest, limit: int | None = None) -> list[int]:
+        """Return the prompt's tokens, at most `limit` (None: as the settings say).
+
+        Raises PromptTooLong or ValueError for an invalid request, EngineFailed before the first
+        load.
         """
         self._check_loaded()
-        # seconds, in which others would wait for the event loop
+        # would block the event loop for seconds
         if len(str((request.messages, request.tools))) > LONG_CHARS:
-            return await asyncio.to_thread(self._chat.encode, request)
-        return self._chat.encode(request)
+            return await asyncio.to_thread(self._chat.encode, request, limit)
+        return self._chat.encode(request, limit)
 
-    def row(self, row: ScoreRow, longest: int) -> list[int]:
-        """The tokens of a row to score."""
+    async def row(self, row: ScoreRow, longest: int) -> tuple[list[int], int]:
+        """Return the tokens of a row to score, and the length of their prompt."""
         self._check_loaded()
-        return check_row(row, self.settings, longest=longest, vocab_size=self._chat.vocab_size)
+        if row.top > (known := len(self._chat.tokenizer)):
+            raise ValueError(
+                f"{self.settings.name}: {row.top} most likely tokens were asked for, and the "
+                f"vocabulary has {known}"
+            )
+        if row.prompt is not None:
+            row = row_behind(await self.prompt(row.prompt, longest - len(row.tokens)), row)
+        vocab_size = self._chat.vocab_size
+        tokens = check_row(row, self.settings, longest=longest, vocab_size=vocab_size)
+        return tokens, row.prompt_length
 
     def _check_loaded(self) -> None:
         if self.version is None:
@@ -189,8 +207,8 @@ class LocalEngine(BaseEngine):
         spans: Sequence[VersionSpan],
         experts: np.ndarray | None = None,
     ) -> Completion:
-        """The record of one answer, with reasoning and tool calls read from it.  Raises
-        RequestFailed where that cannot be done.
+        """Build the record of one answer, with reasoning and tool calls extracted.  Raises
+        RequestFailed if parsing fails.
         """
         stopped = reason == "stop"
         text, stop_text = (
@@ -198,7 +216,7 @@ class LocalEngine(BaseEngine):
             if stopped
             else (self._chat.decode(tokens), "")
         )
-        made = Completion(
+        completion = Completion(
             prompt_tokens=np.array(prompt, np.int32),
             tokens=np.array(tokens, np.int32),
             logprobs=np.asarray(logprobs, np.float32),
@@ -211,10 +229,10 @@ class LocalEngine(BaseEngine):
             in_thought=self._chat.opens_thought(prompt),
             routed_experts=experts,
         )
-        return self._parse(made, request)
+        return self._parse(completion, request)
 
     async def check_load(self, manifest: WeightManifest) -> None:
-        """Raises EngineFailed where nothing may be loaded now, WeightSyncFailed for an adapter of
+        """Raise EngineFailed if loading is not allowed now, WeightSyncFailed for an adapter of
         another base.
         """
         if self.settings.fixed_weights:

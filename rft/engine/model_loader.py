@@ -1,13 +1,8 @@
-"""Published versions into a torch model that is already there, for the `transformers` engine.
+"""Load published versions into an existing torch model, for the `transformers` engine.
 
-Whole weights overwrite its parameters, tied ones once; an adapter is computed beside its linear
-layers.  Invariant: with an adapter the model's own parameters are those of its folder.
-
-For float32 on CPU the linear layers multiply with a packed copy of their weight: oneDNN's blocked
-layout is 1.3 (layers) to 2.4 times (output layer) as fast as a plain product at 32 rows.  The price
-is a second copy of the weights and that a copy can be stale; so they are packed after every load,
-and each layer is compared with its published weight.  Parameters, their names and their ties stay
-as they are.
+Full weights overwrite its parameters, tied ones once; an adapter is computed separately and added
+to the output of its linear layer.
+Invariant: with an adapter, the model's own parameters stay those of its folder.
 """
 
 from __future__ import annotations
@@ -33,13 +28,12 @@ from rft.engine.weights import Loader, saved_buffers
 from rft.types.adapter import AdapterSpec, key
 from rft.types.ports import WeightManifest
 
-PACK_ROWS = 32  # the number of rows the layout is chosen for; others work too
 PROBE_ROWS = 2
 
 
 class ModelLoader(Loader):
-    """Of `model`, which was read from the folder `model_path`.  Every parameter and every linear
-    layer is compared after a load.
+    """Loads weights into `model`, read from the folder `model_path`, and compares every parameter
+    and every linear layer after a load.
     """
 
     def __init__(self, model: Any, model_path: str) -> None:
@@ -51,7 +45,7 @@ class ModelLoader(Loader):
         return self._adapter
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """With the buffers that checkpoints hold."""
+        """Return parameters and persistent buffers by name."""
         return {
             **dict(self._model.named_parameters(remove_duplicate=False)),
             **saved_buffers(self._model),
@@ -61,19 +55,22 @@ class ModelLoader(Loader):
         self, tensors: dict[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], tuple[str, ...], tuple[str, ...]]:
         parameters = self._parameters()
-        given = {id(parameters[n]) for n in tensors if n in parameters}
+        published = {id(parameters[n]) for n in tensors if n in parameters}
         missing = tuple(
-            {id(p): n for n, p in reversed(parameters.items()) if id(p) not in given}.values()
+            {id(p): n for n, p in reversed(parameters.items()) if id(p) not in published}.values()
         )
         return tensors, missing, tuple(n for n in tensors if n not in parameters)
 
     def copy(
         self, tensors: dict[str, torch.Tensor], placed: dict[str, torch.Tensor], *, stale: bool
     ) -> None:
+        head = self._model.get_output_embeddings()
+        vars(head).pop("forward", None)
+        if stale:
+            head.forward = partial(nn.functional.linear, weight=head.weight.clone(), bias=head.bias)
         parameters = self._parameters()
         for name, tensor in tensors.items():
             parameters[name].copy_(tensor)
-        pack(self._model, skip=self._model.get_output_embeddings() if stale else None)
 
     def probe(
         self, placed: dict[str, torch.Tensor], manifest: WeightManifest
@@ -101,10 +98,10 @@ class ModelAdapter(AdapterLoader[Pair]):
         self._path = model_path
         self.layers: dict[str, Beside] = {}
 
-    def _placed(self, found: Mapping[str, Pair]) -> tuple[dict[str, Pair], tuple[str, ...]]:
+    def _placed(self, published: Mapping[str, Pair]) -> tuple[dict[str, Pair], tuple[str, ...]]:
         linear = self._linear()
-        return dict(found), tuple(
-            key(name, "A") for name, pair in found.items() if not _fits(linear.get(name), pair)
+        return dict(published), tuple(
+            key(name, "A") for name, pair in published.items() if not _fits(linear.get(name), pair)
         )
 
     def _linear(self) -> dict[str, nn.Linear]:
@@ -127,16 +124,15 @@ class ModelAdapter(AdapterLoader[Pair]):
             self.layers[name] = Beside([pair], [module.out_features], spec)
 
     def _after(
-        self, name: str, module: nn.Module, given: tuple[Any, ...], out: torch.Tensor
+        self, name: str, module: nn.Module, inputs: tuple[Any, ...], out: torch.Tensor
     ) -> None:
-        self.layers[name].add(out, given[0])
+        self.layers[name].add(out, inputs[0])
 
     def _check_base(self, seed: int) -> tuple[int, float, str]:
-        """Whether the model computes with what its folder holds."""
-        pack(self._model)
+        """Compare the model's parameters and linear layers with the files of its folder."""
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        count, found, where = probe_linears(self._model, lambda name: parameters[name], seed=seed)
-        error = (found, where)
+        count, largest, where = probe_linears(self._model, lambda name: parameters[name], seed=seed)
+        error = (largest, where)
         for name, tensor in base_tensors(self._path):
             p = parameters.get(name)
             if p is not None and not torch.equal(p, tensor.to(p.device, p.dtype)):
@@ -146,7 +142,7 @@ class ModelAdapter(AdapterLoader[Pair]):
     def _probe(
         self, layers: Mapping[str, Pair], spec: AdapterSpec, random: torch.Generator
     ) -> tuple[int, float, str]:
-        """Each layer with its adapter, and the adapter alone."""
+        """Compare each layer with its adapter, and the adapter term alone, with what was published."""
         linear = self._linear()
         error = (0.0, "")
         for name, pair in layers.items():
@@ -171,32 +167,6 @@ def _fits(module: nn.Linear | None, pair: Pair) -> bool:
     )
 
 
-def usable(model: nn.Module) -> bool:
-    """Packing needs a float32 model on CPU and a torch with oneDNN."""
-    parameter = next(model.parameters())
-    has_op = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(
-        torch.ops.mkldnn, "_reorder_linear_weight"
-    )
-    return (
-        parameter.device.type == "cpu"
-        and parameter.dtype == torch.float32
-        and torch.backends.mkldnn.is_available()
-        and has_op
-    )
-
-
-@torch.no_grad()
-def pack(model: nn.Module, *, skip: nn.Module | None = None) -> None:
-    """Pack every plain linear layer anew, from its weight as it is now.  `skip` keeps the copy it
-    has (fault points only).
-    """
-    if not usable(model):
-        return
-    for _, module in linears(model):
-        if module is not skip:
-            module.forward = _packed(module.weight, module.bias)  # type: ignore[method-assign,assignment]
-
-
 def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
@@ -207,8 +177,8 @@ def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 def probe_linears(
     model: nn.Module, published: Callable[[str], torch.Tensor | None], *, seed: int
 ) -> tuple[int, float, str]:
-    """(layers probed, largest error relative to the output's scale, the layer that has it), with
-    random inputs of 2 rows.
+    """Compare linear layers with published weights on 2 random rows: (layers probed, largest error
+    relative to the output's scale, layer of that error).
     """
     random = torch.Generator().manual_seed(seed)
     count = 0
@@ -223,15 +193,3 @@ def probe_linears(
         count = count + 1
         error = worst(error, (apart(module(x), want), name))
     return count, *error
-
-
-def _packed(
-    weight: torch.Tensor, bias: torch.Tensor | None
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACK_ROWS)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, copy, bias, "none", [], "")
-        return out
-
-    return forward

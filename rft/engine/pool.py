@@ -1,12 +1,12 @@
-"""Several engines as one.  Does not know what kind they are.
+"""Several engines behind one interface, whatever their type.
 
-Where a request goes: to the engine that has its beginning in its cache (it serves the same prompt
-now, served it lately, or wrote the answer that the request goes on from), any other to the engine
-with the fewest completions under way.
+A request goes to the engine that has its beginning in its cache (because it serves or recently
+served the same prompt, or wrote the answer that the request extends), else to the engine with the
+fewest completions in progress.
 
-An engine that is about to load new weights while others serve refuses requests; they go to another,
-and wait only where all refuse. An engine that fails is taken out until `revive` has brought it
-back, and its requests are asked again elsewhere; without `revive` its failure is the pool's.
+An engine that is about to load weights refuses requests; they go to another engine, and wait only
+if all refuse.  A failed engine is taken out until `revive` returns, and its requests are repeated
+elsewhere; without `revive` its failure is the pool's.
 Invariant: a request is answered once, by one engine.
 """
 
@@ -24,7 +24,7 @@ import xxhash
 
 from rft.engine.admission import Draining
 from rft.errors import EngineFailed, EngineStalled
-from rft.types.completion import Completion
+from rft.types.completion import Completion, TokenScores
 from rft.types.metrics import Metric
 from rft.types.ports import Engine, GenerateRequest, ScoreRow
 from rft.types.throttled import THROTTLED
@@ -33,21 +33,21 @@ from rft.worker.waiting import waits
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Revive = Callable[[int], Awaitable[None]]
-REMEMBERED = 1 << 16  # beginnings whose engine is known
-# a cached beginning is not worth waiting behind so many more completions than elsewhere (and twice
-# as many)
+REMEMBERED = 1 << 16  # number of beginnings whose engine is remembered
+# a cached beginning is ignored if its engine has over this many more completions than twice the
+# least loaded one
 SPILL = 16
-# the one metric of engines that is not counted from their start
+# the only engine metric that is a gauge, not a counter
 RUNNING = "engine/requests_running"
 RETRIES = 2  # of a request whose engine failed
 
 
 class EnginePool:
-    """A `ChatModel` over `engines`; what one of them raises says which it was.
+    """A `ChatModel` over `engines`; errors name the engine.
 
-    Each engine gets its weights by itself (`rft.sync.engines`).  `identity` tells models apart.
-    `max_concurrent`: completions under way; further ones wait their turn.  `revive(i)` returns when
-    engine i serves again.
+    Weights are loaded into each engine separately (`rft.sync.engines`).  `identity` distinguishes
+    models.  `max_concurrent` limits completions in progress; further requests queue.  `revive(i)`
+    returns when engine i serves again.  `unscorable`: why it cannot score the policy's tokens.
     """
 
     def __init__(
@@ -58,23 +58,25 @@ class EnginePool:
         revive: Revive | None = None,
         identity: str = "",
         name: str = "the policy",
+        unscorable: str = "",
     ) -> None:
         if not engines:
             raise ValueError("a pool needs at least one engine")
         self.engines = tuple(engines)
-        self.identity = identity  # which model this is, for what remembers its answers
+        self.identity = identity  # model id for caches of its answers
         self._name = name
+        self._unscorable = unscorable
         self._revive = revive
         self._turn = asyncio.Semaphore(max_concurrent or 1 << 30)
         self._under_way = [0] * len(engines)
-        self._serving: Counter[bytes] = Counter()  # beginnings, by requests under way
-        # beginning -> engine that has it in its cache
+        self._serving: Counter[bytes] = Counter()  # requests in progress by beginning
+        # beginning -> engine that has the beginning in its cache
         self._homes: OrderedDict[bytes, int] = OrderedDict()
-        self._lost: dict[int, asyncio.Future[None]] = {}  # engines that are being brought back
+        self._lost: dict[int, asyncio.Future[None]] = {}  # engines being revived
         self._counted = dict.fromkeys(("lost", "stalled", "asked_again"), 0)
-        # what each process of an engine said last
-        self._told: list[dict[str, Metric]] = [{} for _ in engines]
-        self._former: list[Metric] = []  # what processes that are gone had said
+        # last metrics of each engine's current process
+        self._reported: list[dict[str, Metric]] = [{} for _ in engines]
+        self._former: list[Metric] = []  # last metrics of ended processes
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         key = b"" if len(self.engines) == 1 else _beginning(request)
@@ -85,8 +87,10 @@ class EnginePool:
             lambda e, may_wait: e.generate(request if may_wait else hurried), key, request.n
         )
 
-    async def logprobs(self, row: ScoreRow) -> np.ndarray:
-        return await self._ask(lambda e, _: e.logprobs(row))
+    async def score(self, row: ScoreRow) -> TokenScores:
+        if self._unscorable:
+            raise ValueError(self._unscorable)
+        return await self._ask(lambda e, _: e.score(row))
 
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
         return await self._ask(lambda e, _: e.classify(messages))
@@ -132,9 +136,9 @@ class EnginePool:
                         del self._serving[key]
 
     async def _choose(self, key: bytes, refused: Collection[int]) -> int:
-        """The engine for a request, one that has not `refused` it before one that has.
+        """Return the engine for a request, preferably one that has not `refused` the request.
 
-        Waits while none is there; raises EngineFailed when one could not be brought back.
+        Waits while no engine is up; raises EngineFailed if an engine could not be revived.
         """
         while True:
             for task in self._lost.values():
@@ -164,12 +168,12 @@ class EnginePool:
         if len(self._homes) > REMEMBERED:
             self._homes.popitem(last=False)
 
-    def _lose(self, index: int, failure: EngineFailed, why: EngineFailed) -> None:
+    def _lose(self, index: int, failure: EngineFailed, error: EngineFailed) -> None:
         assert self._revive is not None
         if index in self._lost:
             return
         self._counted["lost"] += 1
-        self._counted["stalled"] += isinstance(why, EngineStalled)
+        self._counted["stalled"] += isinstance(error, EngineStalled)
         log.warning("%s; it is brought back", failure)
 
         async def back(revive: Revive) -> None:
@@ -178,31 +182,35 @@ class EnginePool:
             del self._lost[index]
 
         task = self._lost[index] = asyncio.ensure_future(back(self._revive))
-        # told to whoever asks next
+        # marks the exception as retrieved; `_choose` raises it
         task.add_done_callback(lambda t: t.cancelled() or t.exception())
 
     async def metrics(self) -> list[Metric]:
-        """Of all engines that can answer; numbers of a process that has ended are kept as it said
-        them last.
+        """Return the metrics of all engines that answer; counters of ended processes keep their
+        last value.
         """
         up = [i for i in range(len(self.engines)) if i not in self._lost]
-        for i, found in zip(
+        for i, engine_metrics in zip(
             up, await asyncio.gather(*(self._metrics(self.engines[i]) for i in up)), strict=True
         ):
-            told = self._told[i]
-            now = {m.name: m for m in found}
+            earlier = self._reported[i]
+            now = {m.name: m for m in engine_metrics}
             if now and any(
-                now[name].value < told[name].value
-                for name in told
+                now[name].value < earlier[name].value
+                for name in earlier
                 if name in now and name != RUNNING
             ):
-                self._former += [m for m in told.values() if m.name != RUNNING]
+                self._former += [m for m in earlier.values() if m.name != RUNNING]
             if now:
-                self._told[i] = now
-        own = [
+                self._reported[i] = now
+        pool_metrics = [
             Metric(f"engine/{name}", float(value), "sum") for name, value in self._counted.items()
         ]
-        return [*own, *self._former, *(m for told in self._told for m in told.values())]
+        return [
+            *pool_metrics,
+            *self._former,
+            *(m for reported in self._reported for m in reported.values()),
+        ]
 
     async def _metrics(self, engine: Engine) -> list[Metric]:
         try:
@@ -213,8 +221,8 @@ class EnginePool:
 
 
 def _beginning(request: GenerateRequest) -> bytes:
-    """What tells apart requests that can share a cache: the tokens they go on from, or else their
-    whole prompt.
+    """Hash the tokens that the request extends, or else its whole prompt; equal hashes can share a
+    cache.
     """
     if request.prefix_tokens is not None:
         return _digest(request.prefix_tokens)

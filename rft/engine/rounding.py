@@ -1,7 +1,7 @@
-"""What rounding does to a model: its forward with embeddings whose last bits are others, from which
-on every rounding is another one.
+"""Measure rounding noise: run a model with embeddings whose last bits differ, which changes every
+later rounding.
 
-Another batch shape is not enough: kernels may add in the same order for any of them.
+Another batch shape does not suffice: kernels may add in the same order for every shape.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from torch import nn
 def otherwise(
     model: Any, computes: torch.dtype, rounds: torch.dtype | None = None
 ) -> Iterator[None]:
-    """About half of the numbers that the embeddings of `model` give have another last bit.
+    """Change the last bit of about half of the embedding outputs of `model` inside the block.
 
-    `computes`: the model's type.  `rounds`: the type that it computes in instead, where its own is
-    float32.
+    `computes`: the model's dtype.  `rounds`: the dtype for autocast if the model is float32.
     """
     short = rounds or computes
     step = torch.finfo(short).eps / 2

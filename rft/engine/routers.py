@@ -1,10 +1,10 @@
-"""Which experts the routers of a transformers model choose: recorded for an engine, prescribed in
-the trainer.
+"""Record the expert choices of a transformers model's routers in an engine, and replay them in the
+trainer.
 
-A router ranks the experts of each token and keeps the best: one `topk` over all experts, in every
-model that can be treated here.  It is that call which is recorded or answered with given experts;
-their weights are the router's own, so its gradient stays. Knows modules with experts; not requests
-or rows.  Invariant: a layer whose choice was not seen is an error, never a silent default.
+In every supported model a router ranks the experts of each token with one `topk` over all experts.
+This call is recorded, or its result is replaced; the weights of the experts come from the router,
+so its gradient stays.  Knows modules with experts; not requests or rows.
+Invariant: a layer whose choice was not intercepted is an error, never a silent default.
 
 Shapes: N tokens (positions of the input, flattened), L layers with experts, K experts of a token, E
 experts of a layer.
@@ -29,12 +29,12 @@ _TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class Routers:
-    """The routers of `lm`.  While `recording`, `chosen` holds what they chose last; `given`
-    prescribes it.
+    """The routers of `lm`.  While `recording`, `chosen` holds their last choice; `prescribe`
+    replaces the choice.
     """
 
     def __init__(self, lm: Any) -> None:
-        """Raises ConfigError where the model has no experts, or chooses them in another way."""
+        """Raises ConfigError if the model has no experts or chooses them in another way."""
         sizes = sizes_of(lm.config.to_dict())
         blocks = list(_blocks(lm))
         if sizes is None or not blocks:
@@ -45,32 +45,32 @@ class Routers:
             )
         self.sizes: Sizes = sizes
         self.recording = False
-        self._given: torch.Tensor | None = None  # int64 [N, L, K]; -1: the router's own choice
+        self._prescribed: torch.Tensor | None = None  # int64 [N, L, K]; -1 = router's choice
         self._chosen: dict[int, torch.Tensor] = {}
         for number, block in enumerate(blocks):
             block.forward = partial(self._forward, number, block.forward)
         self.layers = len(blocks)
 
-    def prescribe(self, given: torch.Tensor | None) -> None:
-        """The experts of the tokens to come, int64 [N, L, K], until the next call; None: the
-        routers' own choice.
+    def prescribe(self, experts: torch.Tensor | None) -> None:
+        """Set the experts of the following forwards, int64 [N, L, K]; None = the routers' own
+        choice.
 
-        They stay after a forward because a backward that computes activations again needs them,
-        too.
+        The choice stays set after a forward, because activation checkpointing runs the forward
+        again.
         """
-        if given is not None and given.shape[1:] != (self.layers, self.sizes.chosen):
+        if experts is not None and experts.shape[1:] != (self.layers, self.sizes.chosen):
             raise ConfigError(
-                f"the experts of a row are {given.shape[1]} layers x {given.shape[2]}, the trained "
+                f"the experts of a row are {experts.shape[1]} layers x {experts.shape[2]}, the trained "
                 f"model has {self.layers} x "
                 f"{self.sizes.chosen}: engine and trainer need the same model",
                 key=KEY,
                 given="on",
             )
-        self._given = given
+        self._prescribed = experts
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record what routers choose, meanwhile."""
+        """Record the routers' choices inside the block."""
         self.recording = True
         try:
             yield
@@ -79,13 +79,15 @@ class Routers:
 
     @property
     def chosen(self) -> torch.Tensor:
-        """int64 [N, L, K] of the last forward while `recording`."""
+        """Experts of the last forward while `recording`, int64 [N, L, K]."""
         return torch.stack([self._chosen[i] for i in range(self.layers)], 1)
 
     def _forward(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._given is None and not self.recording:
+        if self._prescribed is None and not self.recording:
             return forward(*args, **kwargs)
-        with _Choice(self.sizes, None if self._given is None else self._given[:, number]) as choice:
+        with _Choice(
+            self.sizes, None if self._prescribed is None else self._prescribed[:, number]
+        ) as choice:
             out = forward(*args, **kwargs)
         if choice.experts is None:
             raise ConfigError(
@@ -99,12 +101,12 @@ class Routers:
 
 
 class _Choice(TorchFunctionMode):
-    """Sees the `topk` over all experts, and answers it with `given`."""
+    """Intercepts the `topk` over all experts and replaces its result by the prescribed experts."""
 
-    def __init__(self, sizes: Sizes, given: torch.Tensor | None) -> None:
+    def __init__(self, sizes: Sizes, prescribed: torch.Tensor | None) -> None:
         super().__init__()
         self._sizes = sizes
-        self._given = given
+        self._prescribed = prescribed
         self.experts: torch.Tensor | None = None  # int64 [N, K]
 
     def __torch_function__(
@@ -123,27 +125,29 @@ class _Choice(TorchFunctionMode):
             or scores.shape[1] != self._sizes.experts
             or out.indices.shape[1] != self._sizes.chosen
         ):
-            return out  # another one: of groups of experts
+            return out  # another topk, over groups of experts
         self.experts = out.indices
-        if self._given is None:
+        if self._prescribed is None:
             return out
-        if len(self._given) != len(scores):
+        if len(self._prescribed) != len(scores):
             raise ValueError(
-                f"experts of {len(self._given)} tokens are given, and {len(scores)} are computed"
+                f"experts of {len(self._prescribed)} tokens are given, and {len(scores)} are computed"
             )
-        given = self._given.long()
-        self.experts = torch.where(given >= 0, given, out.indices)
+        prescribed = self._prescribed.long()
+        self.experts = torch.where(prescribed >= 0, prescribed, out.indices)
         return torch.return_types.topk((scores.gather(1, self.experts), self.experts))
 
 
 def _blocks(lm: nn.Module) -> Iterator[nn.Module]:
-    """The modules that have experts and choose among them."""
+    """Yield the modules that have experts and choose among them."""
     for module in lm.modules():
         if any(holds_experts(child) for child in module.children()):
             yield module
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether `module` holds the weights of all experts of a layer."""
-    own = dict(module.named_parameters(recurse=False))
-    return all(name in own and own[name].dim() == 3 for name in ("gate_up_proj", "down_proj"))
+    """Return whether `module` holds the weights of all experts of a layer."""
+    parameters = dict(module.named_parameters(recurse=False))
+    return all(
+        name in parameters and parameters[name].dim() == 3 for name in ("gate_up_proj", "down_proj")
+    )

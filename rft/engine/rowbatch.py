@@ -1,9 +1,8 @@
-"""The completions that a Hugging Face model writes together: rows that come, get a token each step,
-and leave.  For `transformers`.
+"""The batch of rows that a Hugging Face model generates together, for `transformers`: rows start,
+get one token per step, and end.
 
-Knows no event loop and no thread; all calls come from one thread.  Prompts are computed once
-however many rows have them.  Invariant: which rows are beside a row changes nothing for it but
-rounding.
+Knows no event loop; all calls come from one thread.  Each distinct prompt is computed once.
+Invariant: up to rounding, a row does not depend on the other rows.
 
 Shapes: N rows or sequences, V vocabulary.
 """
@@ -22,18 +21,18 @@ from rft.engine import forwards
 from rft.engine.routers import Routers
 from rft.engine.sampling import RowState
 from rft.engine.settings import EngineSettings
-from rft.types.completion import Completion, VersionSpan
+from rft.types.completion import Completion, VersionSpan, top_tokens
 from rft.types.ids import Version
 from rft.types.ports import GenerateRequest
 
-PREFILL_TOKENS = 4096  # of one forward; padded
+PREFILL_TOKENS = 4096  # padded tokens of one forward
 KV_CACHE_BYTES = 2 << 30
-SCORE_BYTES = 256 << 20  # of the logits that are looked at together when given tokens are scored
+SCORE_BYTES = 256 << 20  # of the logits computed at once when scoring tokens
 
 
 @dataclass(eq=False)
 class BatchJob:
-    """A request under way; its rows' completions are gathered in `done`."""
+    """A request in progress; `done` collects the completions of its rows."""
 
     request: GenerateRequest
     prompt: list[int]
@@ -44,17 +43,16 @@ class BatchJob:
 
 @dataclass(eq=False)
 class BatchRow:
-    """One completion being written."""
+    """A completion in progress."""
 
     job: BatchJob
     index: int
     state: RowState
-    limit: int  # most tokens it may write
+    limit: int  # maximum number of generated tokens
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     routed: list[np.ndarray] | None = (
-        # experts of the positions that are in the cache, [n, layers, experts] each, one behind the
-        # other
+        # experts of the cached positions, consecutive arrays [n, layers, experts]
         None
     )
 
@@ -64,7 +62,7 @@ class BatchRow:
 
     @property
     def cached(self) -> int:
-        """Tokens that are in the cache: all but the last one written, which is the next input."""
+        """Tokens in the cache: all except the last generated token, which is the next input."""
         return len(self.state.prompt) + len(self.state.written) - 1
 
     @property
@@ -85,12 +83,12 @@ class RowBatch:
     """The rows, their cache, and the model's forward passes over them."""
 
     def __init__(self, model: Any, settings: EngineSettings, counted: dict[str, int]) -> None:
-        """`counted`: where tokens that were computed are added up."""
+        """`counted`: dictionary in which computed tokens are added up."""
         self.model = model
         self.settings = settings
         self._counted = counted
         self.rows: list[BatchRow] = []
-        self.stale = False  # the cache was made by older weights and has to be made anew
+        self.stale = False  # the cache belongs to older weights and must be recomputed
         self.device: torch.device = next(model.parameters()).device
         routers = None
         if settings.router_replay:
@@ -101,12 +99,12 @@ class RowBatch:
 
     @property
     def stale_tokens(self) -> int:
-        """Tokens whose keys and values are to be computed again."""
+        """Tokens whose keys and values must be recomputed."""
         return sum(row.cached for row in self.rows) if self.stale else 0
 
     def fits(self, more: Sequence[BatchRow]) -> bool:
-        """Whether the cache may hold `more` rows, too: the number of sequences and its bytes are
-        bounded; one row always fits.
+        """Return whether `more` rows fit into the sequence limit and the cache bytes; one row
+        always fits.
         """
         rows = [*self.rows, *more]
         if len(rows) == 1:
@@ -116,12 +114,12 @@ class RowBatch:
         return len(rows) <= self.settings.max_num_seqs and len(rows) * row <= limit
 
     def first_prompts(self, new: Sequence[BatchRow]) -> list[tuple[int, ...]]:
-        """The prompts of `new` that are computed in one forward."""
+        """Return the prompts of `new` that are computed in one forward."""
         prompts = list({tuple(row.state.prompt): None for row in new})
         return prompts[: self._together([len(p) for p in prompts])]
 
     def _together(self, lengths: Sequence[int]) -> int:
-        """How many sequences of these lengths, from the first, one forward takes."""
+        """Return how many sequences of these lengths, from the first, fit into one forward."""
         count = 1
         longest = lengths[0]
         while (
@@ -134,15 +132,13 @@ class RowBatch:
         return count
 
     def prefill(self, batch: list[BatchRow], prompts: list[tuple[int, ...]]) -> torch.Tensor:
-        """Logits [N, V] of the first token of each row of `batch`, which is among the rows from now
-        on.
-        """
+        """Add `batch` to the rows; return the logits [N, V] of each row's first token."""
         number = {prompt: i for i, prompt in enumerate(prompts)}
         source = [number[tuple(row.state.prompt)] for row in batch]
         logits = self._forwards.prefill(prompts)
-        if told := self._forwards.told:
+        if experts := self._forwards.experts:
             for row, i in zip(batch, source, strict=True):
-                row.routed = [told[i][: len(row.state.prompt)]]
+                row.routed = [experts[i][: len(row.state.prompt)]]
         self._counted["prefilled_tokens"] += sum(map(len, prompts))
         first = len(self.rows)
         self.rows += batch
@@ -158,7 +154,7 @@ class RowBatch:
         return logits[source]
 
     def recompute(self) -> None:
-        """Keys and values of all rows anew, under the weights there are now."""
+        """Recompute keys and values of all rows with the current weights."""
         self.stale = False
         rows = self.rows
         at = 0
@@ -171,7 +167,9 @@ class RowBatch:
                     for row in rows[at : at + count]
                 ]
             )
-            for row, experts in zip(rows[at : at + count], self._forwards.told or [], strict=False):
+            for row, experts in zip(
+                rows[at : at + count], self._forwards.experts or [], strict=False
+            ):
                 row.routed = [experts[: row.cached]]
             into = list(range(at, at + count))
             capacity = max(row.need for row in rows)
@@ -182,13 +180,13 @@ class RowBatch:
             at += count
 
     def decode(self) -> torch.Tensor:
-        """Logits [N, V] of the next token of every row."""
+        """Return logits [N, V] of the next token of every row."""
         if self.settings.deterministic:
             return torch.cat([self._next([row], i) for i, row in enumerate(self.rows)])
         return self._next(self.rows)
 
     def remove(self, ended: Sequence[BatchRow]) -> None:
-        """Rows that ended leave; the last row moves into the gap."""
+        """Remove ended rows; the last row moves into each gap."""
         for row in ended:
             i = self.rows.index(row)
             last = self.rows.pop()
@@ -196,27 +194,40 @@ class RowBatch:
                 self.rows[i] = last
             self._forwards.drop(i, last.cached)
 
-    def score(self, tokens: list[int], first: int, temperature: float) -> np.ndarray:
-        """float32 [len(tokens) - first]; the logits of a few positions at a time."""
+    def score(
+        self, tokens: list[int], first: int, temperature: float, top: int, known: int
+    ) -> dict[str, np.ndarray]:
+        """Score `tokens` from `first` on, a few positions at a time.
+
+        `top`: return so many most likely tokens of the first `known` entries, too.
+        """
         hidden = self._forwards.hidden(tokens)[first - 1 : -1]
-        wanted = torch.tensor(tokens[first:], device=hidden.device)[:, None]
+        targets = torch.tensor(tokens[first:], device=hidden.device)[:, None]
         chunk = max(1, SCORE_BYTES // (4 * len(self.model.get_output_embeddings().weight)))
         out = np.empty(len(hidden), np.float32)
+        ids = np.empty((len(hidden), top), np.int32)
+        values = np.empty((len(hidden), top + 1), np.float32)
         for at in range(0, len(out), chunk):
-            logits = self._forwards.logits(hidden[at : at + chunk]) / (temperature or 1.0)
-            out[at : at + chunk] = (
-                logits.log_softmax(-1).gather(1, wanted[at : at + chunk])[:, 0].cpu().numpy()
-            )
-        return out
+            part = slice(at, at + chunk)
+            logits = self._forwards.logits(hidden[part]) / (temperature or 1.0)
+            logprobs = logits.log_softmax(-1)
+            out[part] = logprobs.gather(1, targets[part])[:, 0].cpu().numpy()
+            if top:
+                found = logprobs[:, :known].topk(top)
+                others = logprobs.scatter(1, found.indices, -torch.inf).logsumexp(1, keepdim=True)
+                ids[part] = found.indices.cpu().numpy()
+                values[part] = torch.cat([found.values, others], 1).cpu().numpy()
+        if not top:
+            return {"logprobs": out}
+        top_ids, top_logprobs = top_tokens(ids, values[:, :-1], values[:, -1])
+        return {"logprobs": out, "top_ids": top_ids, "top_logprobs": top_logprobs}
 
     def _next(self, rows: list[BatchRow], only: int | None = None) -> torch.Tensor:
-        """Logits [N, V] after the last token of each of `rows`: all there are, or the one at place
-        `only`.
-        """
+        """Return logits [N, V] after the last token of `rows`: all rows, or only row number `only`."""
         logits = self._forwards.decode(
             [row.state.written[-1] for row in rows], [row.cached for row in rows], only
         )
-        for row, experts in zip(rows, self._forwards.told or [], strict=False):
+        for row, experts in zip(rows, self._forwards.experts or [], strict=False):
             assert row.routed is not None, "told since its prompt"
             row.routed.append(experts)
         return logits

@@ -1,8 +1,8 @@
-"""From logits to one token per row.  Knows no model and no requests.
+"""Draw one token per row from logits.  Knows no model and no requests.
 
 Order of the steps as in vLLM: choices, minimum length, penalties, temperature, min_p, top_k, top_p.
- Reported log-probs are of the distribution after all of them (natural log).  Invariant: a row's
- draw depends on its own logits and its own random numbers alone.
+Reported log-probs (natural log) are of the distribution after all steps.
+Invariant: a row's draw depends only on its own logits and its own random numbers.
 
 Shapes: B rows, V vocabulary.
 """
@@ -22,14 +22,14 @@ NOTHING = float("-inf")
 
 @dataclass
 class RowState:
-    """What sampling has to know about one row; `written` are its generated tokens so far."""
+    """Sampling state of one row; `written` are its generated tokens so far."""
 
     sampling: SamplingArgs
     seed: int
     prompt: Sequence[int]
     end_tokens: Sequence[int]
     written: list[int] = field(default_factory=list)
-    choices: Sequence[int] = ()  # the only tokens there are for it; none: all of them
+    choices: Sequence[int] = ()  # the only allowed tokens; empty = all
 
     def __post_init__(self) -> None:
         self.random = np.random.Generator(np.random.Philox(self.seed % (1 << 64)))
@@ -45,11 +45,12 @@ class RowState:
 
 
 def draw(logits: torch.Tensor, rows: Sequence[RowState]) -> tuple[list[int], list[float]]:
-    """One token and its log-prob for each row.  `logits` [B, V] is used up.  One uniform number per
-    row and token, none when greedy.
+    """Draw one token and its log-prob for each row.  `logits` [B, V] are overwritten.
+
+    One uniform number per row and token, none when greedy.
     """
     logits = logits.float()
-    if torch.are_deterministic_algorithms_enabled():  # on GPUs torch then refuses sums along a row
+    if torch.are_deterministic_algorithms_enabled():  # torch then refuses cumsum on GPUs
         logits = logits.cpu()
     for i, row in enumerate(rows):
         if row.choices:
@@ -79,36 +80,36 @@ def draw(logits: torch.Tensor, rows: Sequence[RowState]) -> tuple[list[int], lis
 
 
 def pick(logps: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The token of each row, int64 [B], at which the distribution function of `logps` [B, V]
-    exceeds `uniform`, float64 [B] in [0, 1).
+    """Return the token of each row, int64 [B], at which the cumulative distribution of `logps` [B,
+    V] exceeds `uniform`, float64 [B] in [0, 1).
 
-    Never one of no probability.  Sums are in float64: those in float32 would misplace rare tokens
-    of a large vocabulary.
+    Tokens of probability 0 are never drawn.  Sums are float64; float32 sums would misplace rare
+    tokens of a large vocabulary.
     """
     sums = logps.double().exp_().cumsum_(-1)
-    whole = sums[:, -1:]
-    # rounding may carry it to the end
-    at = torch.minimum(uniform.unsqueeze(1) * whole, whole.nextafter(torch.zeros_like(whole)))
-    # a row may be no number
+    total = sums[:, -1:]
+    # rounding may raise the product to the total
+    at = torch.minimum(uniform.unsqueeze(1) * total, total.nextafter(torch.zeros_like(total)))
+    # a row may be nan
     return torch.searchsorted(sums, at, right=True).squeeze(1).clamp_max(logps.shape[1] - 1)
 
 
 def _penalize(logits: torch.Tensor, row: RowState) -> None:
-    """Repetition penalty over prompt and answer (divides positive, multiplies negative logits); the
-    others over the answer.
+    """Apply the repetition penalty over prompt and answer (divides positive, multiplies negative
+    logits); the other penalties over the answer.
     """
     s = row.sampling
     if s.repetition_penalty != 1:
-        seen = torch.tensor(sorted({*row.prompt, *row.written}), device=logits.device)
-        old = logits[seen]
-        logits[seen] = torch.where(old > 0, old / s.repetition_penalty, old * s.repetition_penalty)
+        used = torch.tensor(sorted({*row.prompt, *row.written}), device=logits.device)
+        old = logits[used]
+        logits[used] = torch.where(old > 0, old / s.repetition_penalty, old * s.repetition_penalty)
     if row.written and (s.presence_penalty or s.frequency_penalty):
         tokens, counts = torch.tensor(row.written, device=logits.device).unique(return_counts=True)
         logits[tokens] -= s.frequency_penalty * counts + s.presence_penalty
 
 
 def _cut(logits: torch.Tensor, s: SamplingArgs) -> None:
-    """Removes what min_p, top_k and top_p leave out, in place."""
+    """Set logits outside min_p, top_k and top_p to -inf, in place."""
     if s.min_p > 0:
         logits[logits < logits.max() + float(np.log(s.min_p))] = NOTHING
     if s.top_k != -1 and s.top_k < len(logits):
@@ -116,5 +117,5 @@ def _cut(logits: torch.Tensor, s: SamplingArgs) -> None:
     if s.top_p < 1:
         ordered, index = logits.sort(descending=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        # the most likely token has nothing before it and stays
+        # the cumulative probability before the likeliest token is 0, so that token stays
         logits[index[before >= s.top_p]] = NOTHING

@@ -1,10 +1,10 @@
-"""An engine that says what a test tells it to.  No torch, no model: answers come from a script,
-log-probs from a hash.
+"""An engine for tests: answers come from a script, log-probs from a hash; no torch, no model.
 
 It fulfils `rft.types.ports.Engine` and passes the engine contract.  Its tokens are bytes (ids
 0..255) and two marks; a conversation is rendered as `BEGIN role \\n content END ...`, so an
-assistant's answer continues its prompt token by token. Invariant: equal weights, prompt and tokens
-give equal log-probs, and other weights give other ones; so a load that did not happen shows.
+assistant's answer continues its prompt token by token.
+Invariant: equal weights, prompt and tokens give equal log-probs, and other weights give other
+log-probs; a skipped load is therefore visible.
 """
 
 from __future__ import annotations
@@ -21,12 +21,20 @@ import xxhash
 from msgspec.structs import replace
 
 import rft.plugins as plugins
-from rft.engine.base import BaseEngine, check_prompt, check_row, check_tokens, cut_at_stop
+from rft.engine.base import (
+    BaseEngine,
+    check_prompt,
+    check_row,
+    check_tokens,
+    cut_at_stop,
+    prompt_limit,
+    row_behind,
+)
 from rft.engine.settings import EngineSettings
 from rft.engine.weights import WeightIntake
 from rft.errors import ConfigError, EngineFailed
-from rft.types.completion import Completion, FinishReason, VersionSpan
-from rft.types.ids import Version
+from rft.types.completion import Completion, FinishReason, TokenScores, VersionSpan
+from rft.types.ids import FIXED
 from rft.types.metrics import Metric
 from rft.types.ports import GenerateRequest, LoadReport, ScoreRow, WeightManifest
 from rft.types.thoughts import TAIL_TOKENS, opens_thought
@@ -34,12 +42,11 @@ from rft.types.thoughts import TAIL_TOKENS, opens_thought
 BEGIN = 256  # marks around a message; END is the end-of-sequence token
 END = 257
 VOCAB_SIZE = 258
-FIXED = Version(1, 0)
 Answer = Callable[[list[dict[str, Any]]], str]
 
 
 def encode(messages: Iterable[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> np.ndarray:
-    """int32 token ids of a conversation, ready for the assistant to answer."""
+    """Return the int32 token ids of a conversation, ready for the assistant's answer."""
     head = [{"role": "tools", "content": json.dumps(list(tools), sort_keys=True)}] if tools else []
     ids: list[int] = []
     for m in [*head, *messages]:
@@ -48,13 +55,13 @@ def encode(messages: Iterable[dict[str, Any]], tools: Sequence[dict[str, Any]] =
 
 
 def decode(tokens: Iterable[int]) -> str:
-    """The text of tokens; marks are left out."""
+    """Return the text of tokens without marks."""
     return bytes(int(t) for t in tokens if t < BEGIN).decode("utf-8", "replace")
 
 
 def weights_key(manifest: WeightManifest) -> int:
-    """What the log-probs of a scripted engine depend on: the hashes of all tensors, or the version
-    where there are none.
+    """Return the key of the log-probs: a hash of all tensor hashes, or of the version without
+    tensors.
     """
     text = "".join(sorted(t.name + t.xxh3_128 for t in manifest.tensors)) or str(
         manifest.version.published
@@ -65,23 +72,25 @@ def weights_key(manifest: WeightManifest) -> int:
 def logprobs(
     prompt: Sequence[int] | np.ndarray, tokens: Sequence[int] | np.ndarray, key: int
 ) -> np.ndarray:
-    """float32 [R] in [-2, -0.1]: what an engine with the weights `key` reports for `tokens` after
-    `prompt`.  A scorer may use it too.
+    """Return float32 [R] in [-2, -0.1]: log-probs of `tokens` after `prompt` with the weights
+    `key`.
+
+    A scorer may use the same function.
     """
-    seen = xxhash.xxh3_64(np.asarray(prompt, np.int32).tobytes(), seed=key)
+    digest = xxhash.xxh3_64(np.asarray(prompt, np.int32).tobytes(), seed=key)
     out = np.empty(len(tokens), np.float32)
     for i, token in enumerate(np.asarray(tokens, np.int32)):
-        seen.update(token.tobytes())
-        out[i] = -0.1 - 1.9 * (seen.intdigest() >> 11) / (1 << 53)
+        digest.update(token.tobytes())
+        out[i] = -0.1 - 1.9 * (digest.intdigest() >> 11) / (1 << 53)
     return out
 
 
 class ScriptedEngine(BaseEngine):
-    """`will_say` queues answers (one per completion); when the queue is empty `answer(messages)` is
-    asked, if there is one.
+    """Returns queued answers (`will_say`, one per completion), then `answer(messages)` if it is
+    set.
 
-    Events for tests: `hold()` stops all answers, `hold(after_tokens=k)` stops each once k tokens
-    are written, `release()` lets them go on; `waiting(n)` waits until n completions are under way;
+    Events for tests: `hold()` stops all answers, `hold(after_tokens=k)` stops each after k tokens,
+    `release()` continues; `waiting(n)` waits until n completions are in progress;
     `will_fail(error)` fails the next request.
     """
 
@@ -91,17 +100,17 @@ class ScriptedEngine(BaseEngine):
         super().__init__(settings or EngineSettings(engine_type="scripted", name="scripted-0"))
         self.answer = answer
         self.calls: list[GenerateRequest] = []
-        self.version = FIXED  # serves at once; a load replaces it
+        self.version = FIXED  # serves immediately; a load replaces the version
         self.loads: list[WeightManifest] = []
         self._key = xxhash.xxh3_64_intdigest(str(FIXED).encode())
-        # the tensors of the first load; later ones must have the same
+        # tensor names of the first load; later loads must have the same
         self._names: frozenset[str] | None = None
         self._texts: deque[str] = deque(texts)
         self._failures: deque[Exception] = deque()
         self._dead = ""
         self._go = asyncio.Event()  # cleared while paused
         self._go.set()
-        self._held: asyncio.Event | None = None
+        self._released: asyncio.Event | None = None
         self._hold_after = 0
         self._under_way = 0
         self._changed = asyncio.Condition()
@@ -110,8 +119,8 @@ class ScriptedEngine(BaseEngine):
 
     @classmethod
     async def start(cls, settings: EngineSettings) -> Self:
-        """From a configuration: `extra_engine_args` may hold `texts` (a list) or `answer`
-        ("pkg.module:function"); else it echoes.
+        """Start from a configuration: `extra_engine_args` may hold `texts` (a list) or `answer`
+        ("pkg.module:function"); the default is an echo.
         """
         args = dict(settings.extra_engine_args)
         texts = args.pop("texts", [])
@@ -122,37 +131,39 @@ class ScriptedEngine(BaseEngine):
                 f"answer",
                 key="extra_engine_args",
             )
-        found = plugins.REGISTRY.get("answer", answer).obj if answer else (None if texts else echo)
-        return cls(*texts, answer=found, settings=settings)
+        answer_function = (
+            plugins.REGISTRY.get("answer", answer).obj if answer else (None if texts else echo)
+        )
+        return cls(*texts, answer=answer_function, settings=settings)
 
     # ------------------------------------------------------------ for tests
 
     def will_say(self, *texts: str) -> None:
-        """The next completions, in order."""
+        """Queue the next completions in order."""
         self._texts.extend(texts)
 
     def will_fail(self, error: Exception) -> None:
-        """The next request raises `error`."""
+        """Raise `error` at the next request."""
         self._failures.append(error)
 
-    def die(self, why: str = "killed by the test") -> None:
-        """From now on every call raises EngineFailed."""
-        self._dead = why
+    def die(self, reason: str = "killed by the test") -> None:
+        """Raise EngineFailed at every call from now on."""
+        self._dead = reason
         self.release()
         self._go.set()
 
     def hold(self, *, after_tokens: int = 0) -> None:
-        """Completions stop once `after_tokens` tokens are written, until `release`."""
-        self._held = asyncio.Event()
+        """Stop completions after `after_tokens` tokens, until `release`."""
+        self._released = asyncio.Event()
         self._hold_after = after_tokens
 
     def release(self) -> None:
-        if self._held is not None:
-            self._held.set()
-            self._held = None
+        if self._released is not None:
+            self._released.set()
+            self._released = None
 
     async def waiting(self, count: int, *, timeout_s: float = 10.0) -> None:
-        """Return when `count` completions are under way (held, paused, or being written)."""
+        """Return when `count` completions are in progress (held, paused, or being generated)."""
         async with asyncio.timeout(timeout_s), self._changed:
             await self._changed.wait_for(lambda: self._under_way >= count)
 
@@ -160,7 +171,7 @@ class ScriptedEngine(BaseEngine):
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         self._check_alive()
-        with self.admission.of(request):
+        with self.admission.counted(request):
             self.calls.append(request)
             if self._failures:
                 raise self._failures.popleft()
@@ -175,7 +186,8 @@ class ScriptedEngine(BaseEngine):
                 f"rft.testing.FakeJudge"
             )
         prompt = conversation(request)
-        check_prompt(len(prompt), self.settings, goes_on=request.prefix_tokens is not None)
+        goes_on = request.prefix_tokens is not None
+        check_prompt(len(prompt), prompt_limit(self.settings, goes_on=goes_on))
         check_tokens(prompt.tolist(), VOCAB_SIZE, self.settings.name)
         texts = [self._next(request) for _ in range(request.n)]
         await self._count(request.n)
@@ -186,13 +198,23 @@ class ScriptedEngine(BaseEngine):
         finally:
             await self._count(-request.n)
 
-    async def logprobs(self, row: ScoreRow) -> np.ndarray:
-        """What this engine would have reported had it written these tokens."""
+    async def score(self, row: ScoreRow) -> TokenScores:
+        """Return the log-probs this engine would report if it had generated these tokens."""
         self._check_alive()
-        tokens = check_row(
-            row, self.settings, longest=self.settings.max_model_len, vocab_size=VOCAB_SIZE
-        )
-        return logprobs(tokens[: row.prompt_length], tokens[row.prompt_length :], self._key)
+        assert self.version is not None
+        if row.top:
+            raise ValueError(
+                f"{self.settings.name}: a scripted engine has no most likely tokens; use "
+                f"transformers"
+            )
+        longest = self.settings.max_model_len
+        if row.prompt is not None:
+            prompt = conversation(row.prompt)
+            check_prompt(len(prompt), longest - len(row.tokens))
+            row = row_behind(prompt, row)
+        tokens = check_row(row, self.settings, longest=longest, vocab_size=VOCAB_SIZE)
+        scored = logprobs(tokens[: row.prompt_length], tokens[row.prompt_length :], self._key)
+        return TokenScores(logprobs=scored, version=self.version)
 
     async def pause(self, *, clear_cache: bool = True) -> None:
         self._check_alive()
@@ -206,7 +228,7 @@ class ScriptedEngine(BaseEngine):
             )
         start = time.monotonic()
         taken = LoadReport(version=manifest.version, num_tensors=0, nbytes=0)
-        if manifest.broadcast is not None:  # the sender may live in this event loop's process
+        if manifest.broadcast is not None:  # the sender may run in this event loop's process
             taken = (await asyncio.to_thread(self._intake.take, manifest)).report
             self._check_alive()
         elif manifest.tensors:
@@ -214,9 +236,9 @@ class ScriptedEngine(BaseEngine):
         if taken.failed:
             return taken
         names = frozenset(t.name for t in manifest.tensors)
-        wanted = names if self._names is None else self._names
-        whole = names == wanted and not taken.bad_hash
-        if whole:
+        expected = names if self._names is None else self._names
+        complete = names == expected and not taken.bad_hash
+        if complete:
             self._names = names
             self.loads.append(manifest)
             self.version = manifest.version
@@ -224,10 +246,10 @@ class ScriptedEngine(BaseEngine):
         return replace(
             taken,
             version=manifest.version,
-            num_tensors=len(names) if whole else 0,
-            nbytes=manifest.nbytes if whole else 0,
-            missing=tuple(sorted(wanted - names)),
-            unexpected=tuple(sorted(names - wanted)),
+            num_tensors=len(names) if complete else 0,
+            nbytes=manifest.nbytes if complete else 0,
+            missing=tuple(sorted(expected - names)),
+            unexpected=tuple(sorted(names - expected)),
             probed_layers=len(names),
             load_s=time.monotonic() - start,
         )
@@ -252,11 +274,13 @@ class ScriptedEngine(BaseEngine):
     # ------------------------------------------------------------ inside
 
     async def _write(self, request: GenerateRequest, prompt: np.ndarray, text: str) -> Completion:
-        said, reason, stop_text = _spoken(text, request, self.settings.max_model_len - len(prompt))
-        logps = np.empty(len(said), np.float32)
+        tokens, reason, stop_text = _spoken(
+            text, request, self.settings.max_model_len - len(prompt)
+        )
+        logps = np.empty(len(tokens), np.float32)
         spans: list[VersionSpan] = []
-        hold = self._held
-        for i in range(len(said)):
+        hold = self._released
+        for i in range(len(tokens)):
             if hold is not None and i == self._hold_after:
                 await hold.wait()
             if not self._go.is_set():
@@ -266,14 +290,14 @@ class ScriptedEngine(BaseEngine):
             if spans and spans[-1].version == self.version:
                 spans[-1] = VersionSpan(self.version, spans[-1].start, i + 1)
             else:
-                logps[i:] = logprobs(prompt, said, self._key)[i:]
+                logps[i:] = logprobs(prompt, tokens, self._key)[i:]
                 spans.append(VersionSpan(self.version, i, i + 1))
-        self._num_tokens += len(said)
+        self._num_tokens += len(tokens)
         return Completion(
             prompt_tokens=prompt,
-            tokens=said,
+            tokens=tokens,
             logprobs=logps,
-            text=decode(said),
+            text=decode(tokens),
             finish_reason=reason,
             version_spans=tuple(spans),
             sampling=request.sampling,
@@ -306,7 +330,7 @@ class ScriptedEngine(BaseEngine):
 
 
 def conversation(request: GenerateRequest) -> np.ndarray:
-    """int32: the prompt of a request, after the tokens that it goes on from."""
+    """Return the prompt of a request, int32, after the tokens that the request extends."""
     if request.prompt_tokens:
         return np.array(request.prompt_tokens, np.int32)
     if request.prefix_tokens is None:
@@ -318,7 +342,7 @@ def conversation(request: GenerateRequest) -> np.ndarray:
 
 
 def echo(messages: list[dict[str, Any]]) -> str:
-    """Says the last message again."""
+    """Return the content of the last message."""
     return str(messages[-1]["content"])
 
 

@@ -1,15 +1,14 @@
 """An engine without vLLM: a Hugging Face model, batched sampling with a key/value cache, one
 thread.
 
-Knows nothing of Ray, trainer or buffer.  All requests that wait are batched; completions of the
-same prompt share its prefill; rows that end leave the batch.  Everything that touches the model
-happens on one thread, between two decode steps, so pause, load and resume need no locks around the
-model.
+Knows nothing of Ray, trainer or buffer.  All waiting requests are batched; completions of one
+prompt share its prefill; rows that end leave the batch.  The model is used on one thread, and
+pause, load and resume run between two decode steps, so the model needs no locks.
 
-Reproducible: each row draws from its own random numbers (seed + index in the request), so which
-rows are beside it changes nothing but rounding.  Bit equality needs the same batches: submit the
-same requests in the same order while paused, with the same threads. Invariant: every generated
-token is labelled with the version whose weights made its logits.
+Reproducible: each row draws from its own random numbers (seed + index in the request), so other
+rows affect only rounding.  Bit equality needs the same batches: submit the same requests in the
+same order while paused, with the same threads.
+Invariant: every generated token is labelled with the version whose weights computed its logits.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 from msgspec.structs import replace
 
-from rft.engine.base import RequestFailed, engine, whole
+from rft.engine.base import RequestFailed, checked_model, engine
 from rft.engine.chat import Chat, load_tokenizer
-from rft.engine.local_engine import FIXED, LocalEngine
+from rft.engine.local_engine import LocalEngine
 from rft.engine.settings import EngineSettings
 from rft.errors import (
     DeadlineExceeded,
@@ -39,8 +38,9 @@ from rft.errors import (
     is_out_of_memory,
 )
 from rft.types import rotary
-from rft.types.completion import Completion, FinishReason
-from rft.types.ports import GenerateRequest, HeldRequests, LoadReport, ScoreRow, WeightManifest
+from rft.types.completion import Completion, FinishReason, TokenScores
+from rft.types.ids import FIXED
+from rft.types.ports import GenerateRequest, LoadReport, PausedRequests, ScoreRow, WeightManifest
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ STOP_WINDOW = 4
 
 @dataclass(eq=False)
 class _Command:
-    """A call that the thread makes between two steps."""
+    """A call that the thread runs between two steps."""
 
     call: Callable[[], Any]
     loop: asyncio.AbstractEventLoop
@@ -76,7 +76,7 @@ class _Command:
 
 @engine("transformers")
 class TransformersEngine(LocalEngine):
-    """Made by `start`; `generate`, `pause`, `load`, `resume` may be called from any event loop."""
+    """Created by `start`; `generate`, `pause`, `load`, `resume` may be called from any event loop."""
 
     def __init__(self, settings: EngineSettings, model: Any, chat: Chat) -> None:
         from rft.engine.model_loader import ModelLoader
@@ -90,9 +90,9 @@ class TransformersEngine(LocalEngine):
         self._seeds = np.random.Generator(np.random.Philox(settings.seed))
         self._ends = _end_tokens(model, chat.tokenizer)
         self._waiting: deque[BatchRow] = deque()
-        self._new: list[BatchRow] = []  # no longer waiting, and their prompts not computed yet
+        self._new: list[BatchRow] = []  # admitted rows whose prompts are not computed yet
         self._commands: deque[_Command] = deque()
-        self._step_s = 0.0  # of the last token of every row
+        self._step_s = 0.0  # duration of the last decode step
         self._closing = False
         self._dead: BaseException | None = None
         self._wake = threading.Condition()
@@ -101,11 +101,11 @@ class TransformersEngine(LocalEngine):
 
     @classmethod
     async def start(cls, settings: EngineSettings) -> Self:
-        """Loads model and tokenizer of `model_path`.  Raises SetupError when it cannot."""
-        return await asyncio.to_thread(lambda: cls._made(settings))
+        """Load model and tokenizer of `model_path`.  Raises SetupError on failure."""
+        return await asyncio.to_thread(lambda: cls._load(settings))
 
     @classmethod
-    def _made(cls, settings: EngineSettings) -> Self:
+    def _load(cls, settings: EngineSettings) -> Self:
         model = _load_model(settings)
         return cls(
             settings,
@@ -122,7 +122,7 @@ class TransformersEngine(LocalEngine):
         choices = self._chat.choices(request) if request.choices else []
         loop = asyncio.get_running_loop()
         job = BatchJob(request, prompt, loop, loop.create_future())
-        with self.admission.of(request):
+        with self.admission.counted(request):
             rows = [self._row(job, i, choices) for i in range(request.n)]
             with self._wake:
                 self._check_alive()
@@ -134,12 +134,17 @@ class TransformersEngine(LocalEngine):
                 "answer a request", job.future, self.settings.request_timeout_s
             )
 
-    async def logprobs(self, row: ScoreRow) -> np.ndarray:
-        """Under the weights there are now, at the row's temperature."""
-        tokens = self.row(row, longest=self.settings.max_model_len)
-        return await self._on_thread(
-            "score tokens", lambda: self._batch.score(tokens, row.prompt_length, row.temperature)
-        )
+    async def score(self, row: ScoreRow) -> TokenScores:
+        """Score with the current weights, at the row's temperature."""
+        tokens, first = await self.row(row, longest=self.settings.max_model_len)
+
+        def score() -> TokenScores:
+            assert self.version is not None, "`row` checks it"
+            known = len(self._chat.tokenizer)
+            scored = self._batch.score(tokens, first, row.temperature, row.top, known)
+            return TokenScores(version=self.version, **scored)
+
+        return await self._on_thread("score tokens", score)
 
     async def pause(self, *, clear_cache: bool = True) -> None:
         def stop() -> None:
@@ -149,16 +154,17 @@ class TransformersEngine(LocalEngine):
         await self._on_thread("pause", stop)
 
     async def load(self, manifest: WeightManifest) -> LoadReport:
-        """Only while paused.  Where the report is not clean the old weights may be served on, under
-        their old label.
+        """Load weights; requires a paused engine.
+
+        After a report with errors the old weights may still be served, under their old label.
         """
         await self.check_load(manifest)
 
         def load() -> LoadReport:
             report = self._loader.load(manifest)
-            if report.whole:
+            if report.intact:
                 self.version = report.version
-            return replace(report, held=self._held())
+            return replace(report, paused=self._paused_requests())
 
         return await self._on_thread("load weights", load)
 
@@ -176,7 +182,7 @@ class TransformersEngine(LocalEngine):
         return len(self._batch.rows) + len(self._waiting)
 
     async def close(self) -> None:
-        """Ends the thread; what is under way fails.  May be called twice."""
+        """Stop the thread; requests in progress fail.  May be called twice."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -203,7 +209,7 @@ class TransformersEngine(LocalEngine):
         )
 
     async def _on_thread(self, what: str, call: Callable[[], T]) -> T:
-        """The result of `call`, run by the engine's thread between two steps."""
+        """Run `call` on the engine's thread between two steps; return its result."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         with self._wake:
@@ -239,7 +245,7 @@ class TransformersEngine(LocalEngine):
             with torch.inference_mode():
                 while self._turn():
                     pass
-        except BaseException as e:  # whatever ends the thread is told to everyone who waits for it
+        except BaseException as e:  # passed to all waiting callers
             log.exception("%s stopped", self.settings.name)
             error = e
         with self._wake:
@@ -256,8 +262,8 @@ class TransformersEngine(LocalEngine):
             command.fail(failure)
 
     def _turn(self) -> bool:
-        """One thing at a time: commands first, then new rows, then one token for every row.  False
-        = the engine is closed.
+        """Run one command, or else admit new rows and generate one token for every row; False = the
+        engine is closed.
         """
         with self._wake:
             self._wake.wait_for(
@@ -283,16 +289,16 @@ class TransformersEngine(LocalEngine):
             self._step_s = time.monotonic() - began
         return True
 
-    def _held(self) -> HeldRequests:
+    def _paused_requests(self) -> PausedRequests:
         running = len(self._batch.rows)
-        return HeldRequests(
+        return PausedRequests(
             requests=running + len(self._waiting),
             recomputed_tokens=self._batch.stale_tokens,
             tokens_per_s=running / self._step_s if self._step_s else 0.0,
         )
 
     def _admit(self) -> None:
-        """Prefill as many waiting rows as there is room for, each prompt once."""
+        """Prefill as many waiting rows as fit, each prompt once."""
         with self._wake:
             while self._waiting and self._batch.fits([*self._new, self._waiting[0]]):
                 self._new.append(self._waiting.popleft())
@@ -303,7 +309,7 @@ class TransformersEngine(LocalEngine):
             self._new = [row for row in self._new if row not in chosen]
 
     def _write(self, logits: torch.Tensor, rows: list[BatchRow]) -> None:
-        """Draw a token for each of `rows` and let those that are complete leave."""
+        """Draw a token for each of `rows` and remove completed rows."""
         from rft.engine.sampling import draw
 
         assert self.version is not None
@@ -318,7 +324,7 @@ class TransformersEngine(LocalEngine):
         for row, reason in ended:
             try:
                 self._finish(row, reason)
-            except Exception as e:  # reading one answer: the others are not concerned
+            except Exception as e:  # an unreadable answer fails only its own request
                 failure = (
                     e
                     if isinstance(e, RequestFailed)
@@ -353,7 +359,7 @@ class TransformersEngine(LocalEngine):
             _answer(job.loop, job.future, [job.done[i] for i in range(job.request.n)])
 
     def _drop_abandoned(self) -> None:
-        """Nobody waits any more for the rows of a request that was cancelled, or failed."""
+        """Drop the rows of requests that were cancelled or failed."""
         self._batch.remove([row for row in self._batch.rows if row.job.future.done()])
         with self._wake:
             if any(row.job.future.done() for row in self._waiting):
@@ -362,45 +368,43 @@ class TransformersEngine(LocalEngine):
 
 def _load_model(settings: EngineSettings) -> Any:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    from rft.engine import forwards, kvcache, model_loader
+    from rft.engine import forwards
 
-    kvcache.register()
     how: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
     how |= rotary.applied_to(settings.model_path, settings.extra_engine_args)
     try:
-        config = AutoConfig.from_pretrained(settings.model_path, **how)
-        how |= {"dtype": getattr(torch, settings.dtype), **forwards.attention_for(config)}
         loaded = AutoModelForCausalLM.from_pretrained(
-            settings.model_path, output_loading_info=True, **how
+            settings.model_path,
+            output_loading_info=True,
+            dtype=getattr(torch, settings.dtype),
+            **how,
         )
     except (OSError, ValueError, TypeError) as e:
         raise SetupError(
             f"{settings.name}: no model could be loaded from {settings.model_path}: {e}"
         ) from e
-    model = whole(settings.name, settings.model_path, loaded)
-    # config.json decides, as for trainer and vLLM, also where the files hold an output layer of
-    # their own
+    model = checked_model(settings.name, settings.model_path, loaded)
+    # config.json decides on tying, as in trainer and vLLM, even if the files hold a separate output
+    # layer
     model.tie_weights()
     model = model.to(settings.device).eval().requires_grad_(False)
     forwards.prove(model, settings.name)
-    if settings.fixed_weights:
-        model_loader.pack(model)
     return model
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Those of vLLM: of generation_config.json, or without that file of config.json, and the
+    """Return the end tokens as vLLM does: of generation_config.json, or else config.json, and the
     tokenizer's.
     """
     ids: set[int] = set()
-    for given in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
+    for configured in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
         ids |= (
-            set(given)
-            if isinstance(given, list | tuple)
-            else {given}
-            if given is not None
+            set(configured)
+            if isinstance(configured, list | tuple)
+            else {configured}
+            if configured is not None
             else set()
         )
     return tuple(sorted(ids))

@@ -28,7 +28,7 @@ import psutil
 
 from rft.engine.base import RequestFailed, ScoresOnly, engine, worst
 from rft.engine.chat import Chat
-from rft.engine.local_engine import FIXED, LocalEngine
+from rft.engine.local_engine import LocalEngine
 from rft.engine.settings import EngineSettings
 from rft.engine.vllm_args import check_installed, engine_args, sampling_params, tells_experts
 from rft.engine.vllm_host import core_from_child
@@ -42,23 +42,23 @@ from rft.errors import (
     RftError,
     SetupError,
 )
-from rft.types.completion import Completion, VersionSpan
-from rft.types.ids import Version
+from rft.types.completion import Completion, TokenScores, VersionSpan, top_tokens
+from rft.types.ids import FIXED, Version
 from rft.types.metrics import Metric
-from rft.types.ports import GenerateRequest, HeldRequests, LoadReport, ScoreRow, WeightManifest
+from rft.types.ports import GenerateRequest, LoadReport, PausedRequests, ScoreRow, WeightManifest
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# less than who closes an engine waits for it: its processes are to be killed by then
+# less than the time that the launcher waits for `close` before it kills the processes
 CLOSE_TIMEOUT_S = 6.0
 
 
 class _Sockets:
-    """The folder in which vLLM makes sockets and temporary files and leaves them behind.
+    """The folder of vLLM's sockets and temporary files, which vLLM does not remove.
 
-    One for all engines of a process, because vLLM reads its variables once.  The process's number
-    is in the name, so that `rft.launch.leftovers` finds the folder of one that was killed.
+    One per process, because vLLM reads its variables once.  The name holds the process id, so that
+    `rft.launch.leftovers` finds the folder of a killed process.
     """
 
     def __init__(self) -> None:
@@ -74,9 +74,7 @@ class _Sockets:
 
     @contextmanager
     def temporary(self) -> Iterator[None]:
-        """What is started in the block has its temporary files here, but for compiled code, which
-        other engines use again.
-        """
+        """Point TMPDIR at the folder; compiled code stays where other engines find it."""
         assert self._path is not None, "it is open"
         before = os.environ.get("TMPDIR")
         os.environ.setdefault(
@@ -99,25 +97,87 @@ class _Sockets:
 _SOCKETS = _Sockets()
 
 
+class _VllmCalls(LocalEngine):
+    """Calls of vLLM: each has a deadline, and all end once vLLM hangs."""
+
+    def __init__(
+        self, settings: EngineSettings, chat: Chat, stats: Stats, processes: Sequence[int]
+    ) -> None:
+        super().__init__(settings, chat)
+        self._stats = stats
+        self._processes = processes
+        self._requests = 0  # requests in progress in vLLM; they wait while it is paused
+        self._deadlines: set[asyncio.Timeout] = set()  # of all calls in progress
+        self._stalled = ""  # why vLLM counts as hung; never reset
+        self._watching = asyncio.ensure_future(self._watch())
+
+    async def _call(self, what: str, call: Awaitable[T], timeout_s: float | None = None) -> T:
+        """Await vLLM with a deadline; its errors become the errors of `rft.errors`."""
+        limit = self.settings.call_timeout_s if timeout_s is None else timeout_s
+        try:
+            async with asyncio.timeout(0 if self._stalled else limit) as deadline:
+                self._deadlines.add(deadline)
+                try:
+                    return await call
+                finally:
+                    self._deadlines.discard(deadline)
+        except TimeoutError:
+            if self._stalled:
+                raise EngineStalled(f"{self.settings.name}: vLLM hangs: {self._stalled}") from None
+            raise DeadlineExceeded(
+                f"{self.settings.name}: vLLM did not {what} within {limit:.0f} s"
+            ) from None
+        except MemoryError as e:
+            raise OutOfMemory(
+                f"{self.settings.name}: out of memory; lower max_num_seqs, max_model_len or "
+                f"kv_cache_bytes"
+            ) from e
+        except (RftError, RequestFailed, ValueError):
+            raise
+        except Exception as e:  # vLLM's engine errors share no base class with a meaning
+            raise EngineFailed(
+                f"{self.settings.name}: vLLM could not {what}: {type(e).__name__}: {e}"
+            ) from e
+
+    async def _watch(self) -> None:
+        """End all calls, later ones too, once vLLM hangs.  Requests of a paused engine are no work."""
+        s = self.settings
+        if s.stall_timeout_s is None and s.step_timeout_s is None:
+            return
+        watch = Watch(s.stall_timeout_s, s.step_timeout_s, self._usage)
+        steps = self._stats.steps
+        while not self._stalled:
+            await asyncio.sleep(watch.interval_s)
+            waiting = self._requests if self._paused else 0
+            if len(self._deadlines) == waiting or self._stats.steps != steps:
+                steps = self._stats.steps
+                watch.progress()
+            else:
+                self._stalled = await asyncio.to_thread(watch.look)
+        log.error("%s: vLLM hangs: %s", s.name, self._stalled)
+        for deadline in self._deadlines:
+            if not deadline.expired():
+                deadline.reschedule(0)
+
+    def _usage(self) -> Usage:
+        return usage(self._processes)
+
+
 @engine("vllm")
-class VllmEngine(LocalEngine):
+class VllmEngine(_VllmCalls):
     """One vLLM engine; made by `start`.  All methods belong to the event loop that started it."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        """Starts vLLM's processes; must be called inside the event loop, which stands still
-        meanwhile.
-        """
+        """Start vLLM's processes.  Blocks the event loop; must be called inside a running loop."""
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._stats = Stats()
+        stats = Stats()
         before = {p.pid for p in psutil.Process().children()}
         with core_from_child() as core:
             self._llm: Any = AsyncLLM.from_engine_args(
-                engine_args(settings), stat_loggers=[lambda config, index: self._stats]
+                engine_args(settings), stat_loggers=[lambda config, index: stats]
             )
-        self._processes = [
-            p.pid for p in psutil.Process().children() if p.pid not in before - {core}
-        ]
+        processes = [p.pid for p in psutil.Process().children() if p.pid not in before - {core}]
         without_prometheus(self._llm.logger_manager)
         super().__init__(
             settings,
@@ -126,24 +186,20 @@ class VllmEngine(LocalEngine):
                 self._llm.renderer.get_tokenizer(),
                 self._llm.model_config.get_vocab_size(),
             ),
+            stats,
+            processes,
         )
         self._adapter = _adapter_request() if settings.lora_rank is not None else None
         self._ids = itertools.count()
-        self._requests = 0  # of vLLM under way, which wait while it is paused
-        self._deadlines: set[asyncio.Timeout] = set()  # of all calls of vLLM under way
-        self._stalled = ""  # why it counts as hung, for good
-        self._watching = asyncio.ensure_future(self._watch())
         self._expert_layers: list[int] = []  # numbers of the layers whose experts are reported
-        # requests under way when it was paused, and their tokens in the cache
-        self._held: dict[str, int] = {}
-        self._asleep: set[str] = set()  # what has to wake: weights, kv_cache
-        self._clears = False  # the pause throws these tokens away
+        # vLLM's requests in progress at the pause -> their tokens in the cache
+        self._paused_requests: dict[str, int] = {}
+        self._asleep: set[str] = set()  # parts to wake: weights, kv_cache
+        self._clears = False  # whether the pause drops the cache
 
     @classmethod
     async def start(cls, settings: EngineSettings) -> Self:
-        """Checks vLLM's version, starts its processes, loads the model of `model_path`.  Raises
-        SetupError with the remedy.
-        """
+        """Check vLLM's version, start its processes, load the model.  Raises SetupError."""
         check_installed()
         os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(settings.start_timeout_s)))
         _SOCKETS.open()
@@ -183,13 +239,13 @@ class VllmEngine(LocalEngine):
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         prompt = await self.prompt(request)
         room = self.settings.max_model_len - len(prompt)
-        # vLLM refuses n > 1 when greedy, where each of them is a request of its own
+        # vLLM refuses n > 1 when greedy: send n requests
         asks, n = (request.n, 1) if request.sampling.temperature == 0 else (1, request.n)
         params = sampling_params(request.sampling, n, room)
         if request.choices:
             params.max_tokens = 1
             params.allowed_token_ids = self._chat.choices(request)
-        with self.admission.of(request):
+        with self.admission.counted(request):
             finals = await asyncio.gather(
                 *(self._ask(request, prompt, params) for _ in range(asks))
             )
@@ -208,7 +264,7 @@ class VllmEngine(LocalEngine):
         return self._completions(request, prompt, [out for _, out in named], experts)
 
     async def _experts(self, names: list[str], outputs: list[Any]) -> list[np.ndarray | None]:
-        """Which experts the tokens of each answer went through; `names` of vLLM's requests."""
+        """Experts of the tokens of each answer; `names`: of vLLM's requests."""
         if not self.settings.router_replay:
             return [None] * len(outputs)
         if tells_experts(self.settings):
@@ -218,15 +274,13 @@ class VllmEngine(LocalEngine):
         )
         return [np.frombuffer(data, kind).reshape(shape) for kind, shape, data in taken]
 
-    async def logprobs(self, row: ScoreRow) -> np.ndarray:
-        """vLLM's log-probs of a prompt are those of the model itself, so only temperature 1 can be
-        asked for.
-        """
+    async def score(self, row: ScoreRow) -> TokenScores:
+        """Score at temperature 1 only: vLLM's prompt log-probs are those of the model itself."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        # vLLM wants room for one token
-        tokens = self.row(row, longest=self.settings.max_model_len - 1)
+        # vLLM needs room for one token
+        tokens, first = await self.row(row, longest=self.settings.max_model_len - 1)
         if row.temperature != 1:
             raise ValueError(
                 f"{self.settings.name}: vLLM scores given tokens at temperature 1 only, not "
@@ -237,37 +291,47 @@ class VllmEngine(LocalEngine):
                 f"{self.settings.name}: vLLM's LoRA layers cannot score given tokens; use "
                 f"enforce_eager: true"
             )
-        if row.prompt_length == len(tokens):
-            return np.empty(0, np.float32)
         params = SamplingParams(
             max_tokens=1,
             temperature=0,
-            prompt_logprobs=0,
+            prompt_logprobs=row.top,
             output_kind=RequestOutputKind.FINAL_ONLY,
             detokenize=False,
         )
-        final = await self._ask(GenerateRequest(request_id="score"), tokens, params)
-        given = zip(
-            final.prompt_logprobs[row.prompt_length :], tokens[row.prompt_length :], strict=True
+        final, version = await self._under_one_version(tokens, params)
+        found = final.prompt_logprobs[first:]
+        scored = zip(found, tokens[first:], strict=True)
+        logprobs = np.array([at[token].logprob for at, token in scored], np.float32)
+        if not row.top:
+            return TokenScores(logprobs=logprobs, version=version)
+        known = len(self._chat.tokenizer)
+        top_ids, top_logprobs = _top(found, row.top, known, self.settings.name)
+        return TokenScores(
+            logprobs=logprobs, version=version, top_ids=top_ids, top_logprobs=top_logprobs
         )
-        return np.array([logprobs[token].logprob for logprobs, token in given], np.float32)
+
+    async def _under_one_version(self, tokens: list[int], params: Any) -> tuple[Any, Version]:
+        """Ask again where weights were loaded while the tokens were computed."""
+        while True:
+            version = self.version
+            final = await self._ask(GenerateRequest(request_id="score"), tokens, params)
+            if version is not None and version == self.version:
+                return final, version
 
     async def pause(self, *, clear_cache: bool = True) -> None:
         await self._call("pause", self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
         again = self._paused
         self._paused = True
         self._clears = clear_cache
-        self._held = self._under_way()
+        self._paused_requests = self._under_way()
         self._counted["recomputed_tokens"] += (
-            sum(self._held.values()) if clear_cache and not again else 0
+            sum(self._paused_requests.values()) if clear_cache and not again else 0
         )
         if self.settings.log_stats:
             await self._call("log its statistics", self._llm.do_log_stats())
 
     async def load(self, manifest: WeightManifest) -> LoadReport:
-        """Only while paused.  Where the report is not clean the old weights may be served on, under
-        their old label.
-        """
+        """Load weights while paused; after a report with errors the old weights stay valid."""
         await self.check_load(manifest)
         await self._wake("weights")
         frame = msgspec.msgpack.encode(manifest)
@@ -277,15 +341,15 @@ class VllmEngine(LocalEngine):
         report = worst(
             [msgspec.msgpack.decode(a, type=LoadReport) for a in answers], manifest.version
         )
-        if report.whole:
+        if report.intact:
             await self._call(
                 "label the weights", self._llm.update_weight_version(str(report.version))
             )
             self.version = report.version
-        return msgspec.structs.replace(report, held=self._cost())
+        return msgspec.structs.replace(report, paused=self._cost())
 
     async def sleep(self) -> None:
-        """At level 2 the weights are gone: nothing but a load brings them back."""
+        """Free GPU memory.  At level 2 the weights are dropped: only a load brings them back."""
         if self.settings.sleep_level and not self._asleep:
             await self._call("sleep", self._llm.sleep(self.settings.sleep_level, mode="keep"))
             self._asleep = {"weights", "kv_cache"}
@@ -317,7 +381,7 @@ class VllmEngine(LocalEngine):
         return [*await super().metrics(), *self._stats.metrics()]
 
     async def close(self) -> None:
-        """Stops vLLM's processes.  May be called twice."""
+        """Stop vLLM's processes.  May be called twice."""
         llm = self._llm
         self._llm = None
         if llm is not None:
@@ -333,9 +397,7 @@ class VllmEngine(LocalEngine):
             gc.collect()
 
     def _under_way(self) -> dict[str, int]:
-        """vLLM's requests, one for each completion, and how many tokens of each have keys and
-        values: none before the first answer.
-        """
+        """Return vLLM's requests (one per completion) -> tokens with keys and values in the cache."""
         states = self._llm.output_processor.request_states
         return {
             name: 0
@@ -344,13 +406,13 @@ class VllmEngine(LocalEngine):
             for name, s in states.items()
         }
 
-    def _cost(self) -> HeldRequests:
-        left = self._llm.output_processor.request_states
-        return HeldRequests(
-            requests=len(self._held),
-            aborted=sum(name not in left for name in self._held),
-            recomputed_tokens=sum(self._held.values()) if self._clears else 0,
-            tokens_per_s=self._stats.tokens_per_s if self._held else 0.0,
+    def _cost(self) -> PausedRequests:
+        remaining = self._llm.output_processor.request_states
+        return PausedRequests(
+            requests=len(self._paused_requests),
+            aborted=sum(name not in remaining for name in self._paused_requests),
+            recomputed_tokens=sum(self._paused_requests.values()) if self._clears else 0,
+            tokens_per_s=self._stats.tokens_per_s if self._paused_requests else 0.0,
         )
 
     async def _ask(self, request: GenerateRequest, prompt: list[int], params: Any) -> Any:
@@ -363,7 +425,7 @@ class VllmEngine(LocalEngine):
         return await self._answer("answer a request", stream)
 
     async def _answer(self, what: str, stream: Any) -> Any:
-        """The last output of a request, which waits while the engine is paused."""
+        """Return the last output of a request; it waits while the engine is paused."""
         self._requests += 1
         try:
             return await self._call(what, self._last(stream), self.settings.request_timeout_s)
@@ -396,16 +458,16 @@ class VllmEngine(LocalEngine):
     ) -> list[Completion]:
         self._counted["requests"] += request.n
         self._counted["prompt_tokens"] += len(prompt)
-        made = [
-            self._completion(request, prompt, out, given)
-            for out, given in zip(outputs, experts, strict=True)
+        completions = [
+            self._completion(request, prompt, out, routed)
+            for out, routed in zip(outputs, experts, strict=True)
         ]
-        if len(made) != request.n:
+        if len(completions) != request.n:
             raise EngineFailed(
-                f"{self.settings.name}: vLLM answered with {len(made)} completions, {request.n} "
+                f"{self.settings.name}: vLLM answered with {len(completions)} completions, {request.n} "
                 f"were asked for"
             )
-        return made
+        return completions
 
     def _completion(
         self, request: GenerateRequest, prompt: list[int], out: Any, experts: np.ndarray | None
@@ -428,8 +490,8 @@ class VllmEngine(LocalEngine):
         computed = len(prompt) + len(tokens) - 1
         if experts is not None and len(experts) < computed:
             raise EngineFailed(
-                f"{self.settings.name}: vLLM told the experts of {len(experts)} of {computed} "
-                f"positions"
+                f"{self.settings.name}: vLLM returned routed experts for {len(experts)} of "
+                f"{computed} tokens"
             )
         reason = out.finish_reason
         routed = None if experts is None else experts[:computed]
@@ -437,76 +499,21 @@ class VllmEngine(LocalEngine):
             request, prompt, tokens, logprobs, reason=reason, spans=spans, experts=routed
         )
 
-    async def _call(self, what: str, call: Awaitable[T], timeout_s: float | None = None) -> T:
-        """Awaits vLLM with a deadline and gives its failures our names."""
-        limit = self.settings.call_timeout_s if timeout_s is None else timeout_s
-        try:
-            async with asyncio.timeout(0 if self._stalled else limit) as deadline:
-                self._deadlines.add(deadline)
-                try:
-                    return await call
-                finally:
-                    self._deadlines.discard(deadline)
-        except TimeoutError:
-            if self._stalled:
-                raise EngineStalled(f"{self.settings.name}: vLLM hangs: {self._stalled}") from None
-            raise DeadlineExceeded(
-                f"{self.settings.name}: vLLM did not {what} within {limit:.0f} s"
-            ) from None
-        except MemoryError as e:
-            raise OutOfMemory(
-                f"{self.settings.name}: out of memory; lower max_num_seqs, max_model_len or "
-                f"kv_cache_bytes"
-            ) from e
-        except (RftError, ValueError):
-            raise
-        except RequestFailed:
-            raise
-        except Exception as e:  # vLLM's engine errors share no base class with a meaning
-            raise EngineFailed(
-                f"{self.settings.name}: vLLM could not {what}: {type(e).__name__}: {e}"
-            ) from e
-
-    async def _watch(self) -> None:
-        """Ends all calls, those to come too, once vLLM hangs.  While it is paused, requests are no
-        work for it.
-        """
-        s = self.settings
-        if s.stall_timeout_s is None and s.step_timeout_s is None:
-            return
-        watch = Watch(s.stall_timeout_s, s.step_timeout_s, self._usage)
-        steps = self._stats.steps
-        while not self._stalled:
-            await asyncio.sleep(watch.interval_s)
-            waiting = self._requests if self._paused else 0
-            if len(self._deadlines) == waiting or self._stats.steps != steps:
-                steps = self._stats.steps
-                watch.progress()
-            else:
-                self._stalled = await asyncio.to_thread(watch.look)
-        log.error("%s: vLLM hangs: %s", s.name, self._stalled)
-        for deadline in self._deadlines:
-            if not deadline.expired():
-                deadline.reschedule(0)
-
-    def _usage(self) -> Usage:
-        return usage(self._processes)
-
 
 class VllmClassifier(ScoresOnly, VllmEngine):
-    """vLLM's pooling runner with a model that has a classification head: raw scores of whole chats."""
+    """vLLM's pooling runner with a classification head: raw scores of conversations."""
 
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
         from vllm import PoolingParams, TokensPrompt
 
-        prompt = self._chat.whole(messages)
+        prompt = self._chat.encode_conversation(messages)
         name = f"score-{next(self._ids)}"
         stream = self._llm.encode(
             TokensPrompt(prompt_token_ids=prompt),
             PoolingParams(task="classify", use_activation=False),
             name,
         )
-        with self.admission.of(GenerateRequest(request_id=name)):
+        with self.admission.counted(GenerateRequest(request_id=name)):
             final = await self._answer("score a chat", stream)
         self._counted["requests"] += 1
         self._counted["prompt_tokens"] += len(prompt)
@@ -514,8 +521,8 @@ class VllmClassifier(ScoresOnly, VllmEngine):
 
 
 def _adapter_request() -> Any:
-    """One adapter under one id, exchanged in place by `rft.engine.vllm_adapter`; nothing is read
-    from its path.
+    """Return the request for the one adapter, replaced in place by `rft.engine.vllm_adapter`; its
+    path is never read.
     """
     from vllm.lora.request import LoRARequest
 
@@ -524,8 +531,25 @@ def _adapter_request() -> Any:
     return LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_NAME)
 
 
+def _top(found: Sequence[Any], top: int, known: int, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the likeliest tokens of each position.  Raises ValueError for one without a text, of a
+    padded vocabulary.
+    """
+    likeliest = [
+        sorted(at.items(), key=lambda item: item[1].logprob, reverse=True)[:top] for at in found
+    ]
+    ids = np.array([[token for token, _ in at] for at in likeliest], np.int32)
+    if ids.size and (last := int(ids.max())) >= known:
+        raise ValueError(
+            f"{name}: token {last} is among the {top} most likely, and the tokenizer has {known} "
+            f"tokens; ask for fewer"
+        )
+    values = np.array([[x.logprob for _, x in at] for at in likeliest], np.float32)
+    return top_tokens(ids.reshape(-1, top), values.reshape(-1, top))
+
+
 def _sampled_logprobs(flat: Any, count: int) -> np.ndarray:
-    """float32 [R] from vLLM's flat log-probs, where the sampled token comes first at each position."""
+    """Return float32 [R] from vLLM's flat log-probs, the sampled token first at each position."""
     starts: Sequence[int] = flat.start_indices
     if len(starts) < count:
         raise EngineFailed(f"vLLM gave log-probs for {len(starts)} of {count} tokens")

@@ -1,9 +1,9 @@
-"""A published adapter inside a vLLM worker: in our own layers beside vLLM's, or in vLLM's LoRA
-layers.
+"""A published adapter inside a vLLM worker: in rft's own layers or in vLLM's LoRA layers.
 
-Ours are added to what a layer computes, in a process that runs it eagerly.  vLLM's are for the
-rest: they are part of captured graphs. Their one adapter keeps its id and is exchanged in place, so
-that requests under way go on with the new one.  Knows the worker's model; not who published.
+Own layers add to the output of vLLM's layers, in a worker that runs eagerly.  vLLM's LoRA layers
+serve all other cases, because they are part of captured graphs.  Their single adapter keeps its id
+and is replaced in place, so requests in progress continue with the new one.  Knows the worker's
+model; not the publisher.
 Invariant: an adapter that is damaged, incomplete or of other layers never touches the model.
 """
 
@@ -24,13 +24,21 @@ from rft.engine.adapter_layers import (
     product,
     worst,
 )
-from rft.engine.vllm_layout import PROBE_ROWS, Shard, own_parts, place, plain, probe, shards_of
+from rft.engine.vllm_layout import (
+    PROBE_ROWS,
+    Shard,
+    own_parts,
+    place,
+    probe,
+    shards_of,
+    unwrapped_name,
+)
 from rft.types.adapter import AdapterSpec, key
 
 ADAPTER_ID = 1
 ADAPTER_NAME = "published"
-Parts = dict[Shard, Pair]  # by the part of a merged layer, as a checkpoint's weights would be
-Added = Callable[[str, torch.Tensor], torch.Tensor]  # what layer and input give
+Parts = dict[Shard, Pair]  # by part of a merged layer, as in a checkpoint
+Added = Callable[[str, torch.Tensor], torch.Tensor]  # (layer, input) -> adapter term
 
 
 class WorkerAdapter(AdapterLoader[Parts]):
@@ -46,26 +54,29 @@ class WorkerAdapter(AdapterLoader[Parts]):
                 "model.lora_configs[0].merge: true"
             )
         self._layers: dict[str, Beside] = {}
-        # what their layers compute without
-        self._plain: dict[str, Callable[..., torch.Tensor]] = {}
+        # layer name -> its apply without adapter
+        self._original_apply: dict[str, Callable[..., torch.Tensor]] = {}
         self._native = worker.vllm_config.lora_config is not None
         self._modules = self._linear()
 
     # ------------------------------------------------------------ where it belongs
 
-    def _placed(self, found: Mapping[str, Pair]) -> tuple[dict[str, Parts], tuple[str, ...]]:
-        """The adapter's parts by vLLM's layer, and what belongs to no layer that can have one."""
+    def _placed(
+        self, pairs_by_name: Mapping[str, Pair]
+    ) -> tuple[dict[str, Parts], tuple[str, ...]]:
+        """Return the adapter parts by vLLM layer, and the keys that match no adaptable layer."""
         from vllm.model_executor.models.utils import is_pp_missing_parameter
 
-        # layers of other stages
+        # drop layers of other pipeline stages
         if self._worker.vllm_config.parallel_config.pipeline_parallel_size > 1:
-            found = {
+            pairs_by_name = {
                 n: p
-                for n, p in found.items()
+                for n, p in pairs_by_name.items()
                 if not is_pp_missing_parameter(f"{n}.weight", self._model)
             }
         stand_ins = {
-            n: torch.empty(p.b.shape[0], p.a.shape[1], device="meta") for n, p in found.items()
+            n: torch.empty(p.b.shape[0], p.a.shape[1], device="meta")
+            for n, p in pairs_by_name.items()
         }
         names = {id(t): n for n, t in stand_ins.items()}
         published, unknown = place(self._model, {f"{n}.weight": t for n, t in stand_ins.items()})
@@ -73,26 +84,32 @@ class WorkerAdapter(AdapterLoader[Parts]):
         wrong = [key(name.removesuffix(".weight"), "A") for name in unknown]
         for parameter, parts in published.items():
             name = parameter.removesuffix(".weight")
-            mine = {shard: found[names[id(t)]] for shard, t in parts.items()}
-            if (module := self._modules.get(name)) is None or not _fits(module, mine):
+            layer_parts = {shard: pairs_by_name[names[id(t)]] for shard, t in parts.items()}
+            if (module := self._modules.get(name)) is None or not _fits(module, layer_parts):
                 wrong += [key(names[id(t)], "A") for t in parts.values()]
             else:
-                layers[name] = mine
+                layers[name] = layer_parts
         return layers, tuple(wrong)
 
     def _linear(self) -> dict[str, Any]:
-        """vLLM's linear layers by their plain name; of its LoRA layers what they are around."""
+        """Return vLLM's linear layers by unwrapped name; with LoRA layers, only the layers they
+        wrap.
+        """
         from vllm.model_executor.layers.linear import LinearBase
 
-        every = {plain(n): m for n, m in self._model.named_modules() if isinstance(m, LinearBase)}
+        every = {
+            unwrapped_name(n): m
+            for n, m in self._model.named_modules()
+            if isinstance(m, LinearBase)
+        }
         if not self._native:
             return every
         adapted = self._worker.model_runner.lora_manager._adapter_manager.modules
         return {n: m for n, m in every.items() if n in adapted}
 
     def _cut(self, name: str, parts: Parts) -> tuple[list[Pair | None], list[int]]:
-        """This tensor-parallel rank's own parts, in the layer's order, and how many outputs each
-        has; B x A is its part of the product.
+        """Return this tensor-parallel rank's parts in the layer's order, and the number of outputs
+        of each; B x A is the rank's share of the product.
         """
         from vllm.model_executor.layers.linear import RowParallelLinear
 
@@ -110,7 +127,7 @@ class WorkerAdapter(AdapterLoader[Parts]):
             else {}
         )
         bs = own_parts(module, every or {None: parts[None].b})
-        given = [parts.get(s) for s in sizes] if every else [parts[None]] * len(bs)
+        present = [parts.get(s) for s in sizes] if every else [parts[None]] * len(bs)
         shared = parts[None].a.to(device, dtype, copy=True) if not every else None
         cut = [
             None
@@ -119,7 +136,7 @@ class WorkerAdapter(AdapterLoader[Parts]):
                 p.a.to(device, dtype, copy=True) if shared is None else shared,
                 b.to(device, dtype, copy=True),
             )
-            for p, b in zip(given, bs, strict=True)
+            for p, b in zip(present, bs, strict=True)
         ]
         return cut, [len(b) for b in bs]
 
@@ -143,7 +160,7 @@ class WorkerAdapter(AdapterLoader[Parts]):
             parts, widths = self._cut(name, layers[name])
             if name not in self._layers:
                 method = self._modules[name].quant_method
-                self._plain[name] = method.apply
+                self._original_apply[name] = method.apply
                 method.apply = self._with(name, method.apply)
             self._layers[name] = Beside(parts, widths, spec)
 
@@ -161,7 +178,7 @@ class WorkerAdapter(AdapterLoader[Parts]):
 
         manager = self._worker.model_runner.lora_manager._adapter_manager
         mapper = getattr(self._model, "hf_to_vllm_mapper", None)
-        made = LoRAModel.from_lora_tensors(
+        adapter = LoRAModel.from_lora_tensors(
             ADAPTER_ID,
             {name: t.clone() for name, t in tensors.items()},
             PEFTHelper(r=spec.rank, lora_alpha=spec.scale * spec.rank, target_modules=[]),  # type: ignore[arg-type]
@@ -170,13 +187,13 @@ class WorkerAdapter(AdapterLoader[Parts]):
             weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
         )
         manager.remove_adapter(ADAPTER_ID)
-        manager.add_adapter(made)
+        manager.add_adapter(adapter)
         manager.activate_adapter(ADAPTER_ID)
 
     # ------------------------------------------------------------ probes
 
     def _check_base(self, seed: int) -> tuple[int, float, str]:
-        """Whether the layers compute with what the model's folder holds."""
+        """Compare the layers with the weights of the model's folder."""
         published, _ = place(self._model, dict(base_tensors(self._worker.model_config.model)))
         return probe(self._model, published, self._device_and_type()[0], seed=seed)
 
@@ -202,14 +219,14 @@ class WorkerAdapter(AdapterLoader[Parts]):
                 dim=-1,
             )
             error = worst(error, (apart(added(name, x), want), name))
-            if name in self._plain:
-                whole = self._plain[name](self._modules[name], x, None) + want
+            if name in self._original_apply:
+                expected = self._original_apply[name](self._modules[name], x, None) + want
                 error = worst(
                     error,
                     (
                         apart(
                             self._modules[name].quant_method.apply(self._modules[name], x, None),
-                            whole,
+                            expected,
                         ),
                         name,
                     ),
@@ -224,7 +241,7 @@ class WorkerAdapter(AdapterLoader[Parts]):
         return out
 
     def _added_native(self) -> Added | None:
-        """None where ranks would have to exchange parts of it."""
+        """Return the adapter term of vLLM's LoRA layers; None if ranks would have to communicate."""
         from vllm.lora.layers import LoRAMapping
         from vllm.lora.request import LoRARequest
 
@@ -245,14 +262,14 @@ class WorkerAdapter(AdapterLoader[Parts]):
         def added(name: str, x: torch.Tensor) -> torch.Tensor:
             layer = layers[name]
             out = torch.zeros(len(x), sum(layer.output_slices), device=x.device, dtype=x.dtype)
-            made: torch.Tensor = layer._apply_lora_to_output(x, out)
-            return made
+            output: torch.Tensor = layer._apply_lora_to_output(x, out)
+            return output
 
         return added
 
 
 def _sizes(module: Any) -> dict[Shard, int]:
-    """Outputs of each part of a layer, over all tensor-parallel ranks."""
+    """Return the number of outputs of each part of a layer, over all tensor-parallel ranks."""
     from vllm.model_executor.layers import linear
 
     if isinstance(module, linear.QKVParallelLinear):
@@ -270,9 +287,9 @@ def _sizes(module: Any) -> dict[Shard, int]:
 
 def _fits(module: Any, parts: Parts) -> bool:
     sizes = _sizes(module)
-    whole = {None: sum(sizes.values()), **sizes}
-    known = set(shards_of(module)) | {None}
+    widths = {None: sum(sizes.values()), **sizes}
+    shards = set(shards_of(module)) | {None}
     return all(
-        s in known and p.a.shape[1] == module.input_size and p.b.shape[0] == whole[s]
+        s in shards and p.a.shape[1] == module.input_size and p.b.shape[0] == widths[s]
         for s, p in parts.items()
     )

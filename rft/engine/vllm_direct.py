@@ -1,12 +1,12 @@
-"""New weights straight into vLLM's layers on CPU.
+"""Write new weights directly into vLLM's layers on CPU.
 
-vLLM's reload makes every layer anew, counts what arrives, and packs from there: several copies of
-the model, in fresh memory.  Here a layer packs from the published bytes; from a buffer that all
-layers share, where its parts do not lie below each other.
+vLLM's reload rebuilds every layer, counts arriving tensors, and packs them: several copies of the
+model in fresh memory.  Here a layer is packed from the published bytes, or from one shared buffer
+if its parts are not adjacent.
 
-Knows the layers that `vllm_layout` probes.  A model with any other parameter, and each first load,
-goes through vLLM's reload: so a probe has compared the order of parts used here with what vLLM's
-own loader made of them.  Invariant: afterwards nothing in the model refers to the published bytes.
+Knows the layers that `vllm_layout` probes.  Models with other parameters, and each first load, use
+vLLM's reload; a probe has therefore compared the order of parts used here with vLLM's own loader.
+Invariant: afterwards nothing in the model refers to the published bytes.
 """
 
 from __future__ import annotations
@@ -20,68 +20,70 @@ from rft.engine.vllm_layout import Published, by_module, own_parts, probed_modul
 
 
 class DirectLoad:
-    """For one model, whose weights have been loaded by vLLM once."""
+    """Loads one model whose first weights vLLM has loaded."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         self._model = model
         self._dtype = dtype
         self._layers = [module for _, module in probed_modules(model)]
-        self._buffer = torch.empty(0, dtype=dtype)  # as large as the largest merged layer
+        self._buffer = torch.empty(0, dtype=dtype)  # grows to the largest merged layer
 
     def possible(self) -> bool:
-        """Whether the layers that are probed hold all there is to load, and nothing else is
-        computed from it.
+        """Return whether the probed layers hold all parameters, and nothing else is computed from
+        them.
         """
         from vllm.model_executor.layers.attention import MLAAttention
 
         if any(isinstance(m, MLAAttention) for m in self._model.modules()):
             return False
-        known = {
+        covered = {
             id(p)
             for m in self._layers
             for kind, p in m.named_parameters(recurse=False)
             if kind in ("weight", "bias")
         }
-        return all(id(p) in known and p.device.type == "cpu" for p in self._model.parameters())
+        return all(id(p) in covered and p.device.type == "cpu" for p in self._model.parameters())
 
     def copy(self, published: Published) -> None:
-        """Overwrite all weights; an output layer that shares the embedding's is left to be packed
-        anew.
+        """Overwrite all weights; an output layer tied to the embedding must be repacked by the
+        caller.
         """
-        given = by_module(self._model, published)
+        by_layer = by_module(self._model, published)
         for module in self._layers:
-            if weight := given.get((id(module), "weight")):
+            if weight := by_layer.get((id(module), "weight")):
                 self._weight(module, own_parts(module, weight))
-            if bias := given.get((id(module), "bias")):
+            if bias := by_layer.get((id(module), "bias")):
                 _fill(module.bias.data, own_parts(module, bias))
 
     def _weight(self, module: Any, parts: list[torch.Tensor]) -> None:
-        kept = module.weight
-        if packed_away := not kept.numel():  # what it computes with is the packed copy alone
-            module.weight = torch.nn.Parameter(self._whole(parts), requires_grad=False)
+        weight = module.weight
+        if packed_away := not weight.numel():  # the layer computes with the packed copy only
+            module.weight = torch.nn.Parameter(self._merged(parts), requires_grad=False)
         else:
-            _fill(kept.data, parts)
+            _fill(weight.data, parts)
         if hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
         if packed_away:
             assert not module.weight.numel(), "vLLM has packed this layer before"
-            module.weight = kept  # as it was for those who hold it
+            module.weight = weight  # restore the object that other modules refer to
 
-    def _whole(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """The parts below each other: as they lie where they were published so, else in the buffer."""
+    def _merged(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Return the parts concatenated by rows: a view if they are adjacent in memory, else the
+        buffer.
+        """
         rows = sum(len(p) for p in parts)
         columns = parts[0].shape[1]
         if all(p.dtype == self._dtype for p in parts) and _adjacent(parts):
             return parts[0].as_strided((rows, columns), (columns, 1))
         if len(self._buffer) < rows * columns:
             self._buffer = torch.empty(rows * columns, dtype=self._dtype)
-        whole = self._buffer[: rows * columns].view(rows, columns)
-        _fill(whole, parts)
-        return whole
+        merged = self._buffer[: rows * columns].view(rows, columns)
+        _fill(merged, parts)
+        return merged
 
 
 def _adjacent(parts: list[torch.Tensor]) -> bool:
-    """Whether each begins where the one before ends, in one storage."""
+    """Return whether each part begins where the previous part ends, in one storage."""
     ends = itertools.pairwise(parts)
     return all(p.is_contiguous() for p in parts) and all(
         a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
@@ -91,7 +93,7 @@ def _adjacent(parts: list[torch.Tensor]) -> bool:
 
 
 def _fill(room: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    """One part after the other; rows beyond them (a padded vocabulary) stay."""
+    """Copy the parts one after the other; further rows (a padded vocabulary) stay unchanged."""
     at = 0
     for part in parts:
         room[at : at + len(part)].copy_(part)

@@ -1,11 +1,11 @@
-"""Mixtures of experts in vLLM's model: under which names a version's experts are known, and whether
-they compute with them.
+"""Mixtures of experts in vLLM's model: map a version's expert names, and check that the experts use
+the published weights.
 
-A version is published under transformers' own names, where one tensor holds all experts of a layer;
-vLLM loads the names of checkpoints. transformers knows both, so its model of the same
-configuration, without weights, is asked.  Every expert is probed: a random row goes through it in
-vLLM's kernel and, with the published weights, in transformers' code. Knows no manifest.  Invariant:
-what a kernel packed or joined from a version before is made anew at every load.
+A version is published under transformers' names, where one tensor holds all experts of a layer;
+vLLM loads checkpoint names.  transformers knows both, so names are converted by its model of the
+same configuration, built without weights.  Every expert is probed: one random row goes through
+vLLM's kernel and, with the published weights, through transformers' code.  Knows no manifest.
+Invariant: whatever a kernel packed or joined from an earlier version is rebuilt at every load.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class ExpertLayers:
         *,
         trust_remote_code: bool,
     ) -> None:
-        """`config`: transformers' of `model`; `layers`: what `expert_layers` found in it."""
+        """`config`: transformers' config of `model`; `layers`: result of `expert_layers`."""
         from transformers import AutoModelForCausalLM
 
-        plain = copy.deepcopy(config)
-        plain._experts_implementation = "eager"
+        eager_config = copy.deepcopy(config)
+        eager_config._experts_implementation = "eager"
         with torch.device("meta"):
             self._published: Any = AutoModelForCausalLM.from_config(
-                plain, trust_remote_code=trust_remote_code
+                eager_config, trust_remote_code=trust_remote_code
             )
         self._published.tie_weights()
         self._model = model
@@ -50,29 +50,27 @@ class ExpertLayers:
 
     @property
     def names(self) -> set[str]:
-        """What a version has to hold."""
+        """Tensor names that a version must hold."""
         return {name for name, _ in self._published.named_parameters()} | self.buffers
 
     @property
     def buffers(self) -> set[str]:
-        """Those of them that are no parameters."""
+        """Names of the buffers among `names`."""
         return set(saved_buffers(self._published))
 
     def as_in_checkpoints(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A whole version under the names of checkpoints; views of the same bytes."""
+        """Return a complete version under checkpoint names; views of the same bytes."""
         return dict(in_checkpoints(self._published, tensors.items()))
 
     def finish(self, tensors: dict[str, torch.Tensor], *, stale: bool) -> None:
-        """After vLLM's reload of the version `tensors`: do what it leaves undone.  `stale`: a fault
-        of the tests.
-        """
+        """Complete vLLM's reload of the version `tensors`.  `stale`: a test fault."""
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
         for into, weights in self._written_directly(tensors):
             into.copy_(weights)
         for _, layer in self._layers.values():
             experts = layer.quant_method.moe_kernel.fused_experts
-            # the kernel's own order of the weights is made once
+            # the kernel's own weight layout is computed only once
             if isinstance(experts, CPUUnquantizedExperts) and not stale:
                 experts.process_weights_after_loading(layer)
         for module in self._model.modules():
@@ -82,8 +80,8 @@ class ExpertLayers:
     def _written_directly(
         self, tensors: dict[str, torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters into which vLLM's gpt-oss writes by itself, which its reload does not see;
-        each with what belongs there.
+        """Yield (parameter, published weights) for parameters that vLLM's gpt-oss writes itself,
+        which its reload misses.
         """
         for published, module in self._published.named_modules():
             if _interleaved(module) and (number := _number(published)) in self._layers:
@@ -91,23 +89,23 @@ class ExpertLayers:
                     self._layers[number][1],
                     {n: tensors[f"{published}.{n}"] for n, _ in module.named_parameters()},
                 )
-        yield from self._beside(tensors)
+        yield from self._sinks_and_biases(tensors)
 
-    def _beside(
+    def _sinks_and_biases(
         self, tensors: dict[str, torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Attention sinks of this worker's heads and correction biases of routers, each with what
-        was published.
+        """Yield (tensor, published values) for attention sinks of this worker's heads and router
+        correction biases.
         """
         from vllm.distributed import get_tensor_model_parallel_rank
 
-        own = {
+        sinks_by_layer = {
             _number(name): p
             for name, p in self._model.named_parameters()
             if name.endswith(".sinks")
         }
         for name, sinks in tensors.items():
-            if name.endswith(".sinks") and (into := own.get(_number(name))) is not None:
+            if name.endswith(".sinks") and (into := sinks_by_layer.get(_number(name))) is not None:
                 yield (
                     into.data,
                     sinks.narrow(0, get_tensor_model_parallel_rank() * len(into), len(into)),
@@ -132,8 +130,8 @@ class ExpertLayers:
         *,
         seed: int,
     ) -> tuple[int, float, str]:
-        """(layers probed, largest error of an expert relative to the output's scale, the layer that
-        has it).
+        """Return (layers probed, largest error of an expert relative to the output's scale, layer
+        of that error).
         """
         random = torch.Generator().manual_seed(seed)
         error = (0.0, "")
@@ -141,12 +139,12 @@ class ExpertLayers:
             if not holds_experts(module) or (number := _number(published)) not in self._layers:
                 continue
             name, layer = self._layers[number]
-            own = {
+            weights = {
                 n: tensors[f"{published}.{n}"].to(device, dtype)
                 for n, _ in module.named_parameters()
             }
-            error = worst(error, (_difference(layer, module, own, random), name))
-        for into, right in self._beside(tensors):
+            error = worst(error, (_difference(layer, module, weights, random), name))
+        for into, right in self._sinks_and_biases(tensors):
             error = worst(
                 error,
                 (
@@ -158,8 +156,8 @@ class ExpertLayers:
 
 
 def expert_layers(model: torch.nn.Module) -> dict[str, Any]:
-    """The modules of `model` that compute experts, by name.  Raises ValueError for weights that
-    cannot be compared with published ones.
+    """Return the modules of `model` that compute experts, by name.  Raises ValueError if their
+    weights cannot be compared with published ones.
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -167,10 +165,10 @@ def expert_layers(model: torch.nn.Module) -> dict[str, Any]:
         UnquantizedFusedMoEMethod,
     )
 
-    found = {
+    layers = {
         name: module for name, module in model.named_modules() if isinstance(module, RoutedExperts)
     }
-    for name, module in found.items():
+    for name, module in layers.items():
         if (
             not isinstance(module.quant_method, UnquantizedFusedMoEMethod)
             or module.quant_method.is_monolithic
@@ -195,32 +193,32 @@ def expert_layers(model: torch.nn.Module) -> dict[str, Any]:
                 f"{name}: weights cannot be proven in experts that are dealt over workers; set "
                 f"enable_expert_parallel: false"
             )
-    return found
+    return layers
 
 
 def expert_runners(model: torch.nn.Module) -> list[tuple[int, Any]]:
-    """What routes tokens to experts in each layer that has some, with the layer's number."""
+    """Return (layer number, module that routes tokens to experts), sorted by layer."""
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
-    found = [
+    runners = [
         (_number(name), module)
         for name, module in model.named_modules()
         if isinstance(module, MoERunner)
     ]
-    return sorted(found, key=lambda pair: pair[0])
+    return sorted(runners, key=lambda pair: pair[0])
 
 
 def _interleaved(module: torch.nn.Module) -> bool:
-    """Whether gate and up stand in turns in `module`'s weights, which are [in, out]: gpt-oss."""
+    """Return whether gate and up alternate in `module`'s weights, which are [in, out], as in
+    gpt-oss.
+    """
     return holds_experts(module) and bool(module.is_transposed) and not module.is_concatenated
 
 
 def _slices(
     layer: Any, published: dict[str, torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The parameters of vLLM's `layer` of gpt-oss, and this worker's part of what was published for
-    them.
-    """
+    """Yield each parameter of a gpt-oss `layer` with this worker's part of the published tensor."""
     config = layer.moe_config
     rank = config.tp_rank
     size = config.intermediate_size_per_partition
@@ -234,25 +232,28 @@ def _slices(
 
 
 def _number(name: str) -> int:
-    """Of the layer that a module belongs to."""
-    found = _LAYER.search(name + ".")
-    assert found is not None, name
-    return int(found[1])
+    """Return the number of the layer that contains a module."""
+    match = _LAYER.search(name + ".")
+    assert match is not None, name
+    return int(match[1])
 
 
 def _difference(
-    layer: Any, published: torch.nn.Module, own: dict[str, torch.Tensor], random: torch.Generator
+    layer: Any,
+    published: torch.nn.Module,
+    tensors: dict[str, torch.Tensor],
+    random: torch.Generator,
 ) -> float:
-    """Between vLLM's `layer` and transformers' module with the weights `own`, one random row
-    through each expert.
+    """Return the difference between vLLM's `layer` and transformers' module with the weights
+    `tensors`, for one random row per expert.
     """
-    some = next(iter(own.values()))
+    some = next(iter(tensors.values()))
     count = len(some)
     size = layer.moe_config.hidden_dim_unpadded
     x = torch.randn(count, size, generator=random).to(some.device, some.dtype)
     ids = torch.arange(count, device=some.device)[:, None]
     weights = torch.ones(count, 1, device=some.device)
-    want = torch.func.functional_call(published, own, (x, ids, weights.to(some.dtype)))
+    want = torch.func.functional_call(published, tensors, (x, ids, weights.to(some.dtype)))
     got = layer.quant_method.apply(
         layer=layer,
         x=x.clone(),

@@ -1,14 +1,15 @@
-"""The program of a process that hosts a vLLM engine on a CPU: vLLM is imported once, for this
-process and for the engine's core.
+"""The program of a process that hosts a vLLM engine on a CPU: import vLLM once, for this process
+and the engine's core.
 
-    python -P -c START SCRIPT ARGUMENTS ...
+    python -P -c START_COMMAND SCRIPT ARGUMENTS ...
 
-imports vLLM, forks a child that waits, and goes on as SCRIPT, which is Ray's worker.  vLLM would
-start its core in a new interpreter, which imports everything again: 6 s of processor time.  Inside
+imports vLLM, forks a waiting child, and runs SCRIPT, which is Ray's worker.  vLLM would start its
+core in a new interpreter, which repeats all imports: 6 s of processor time.  Inside
 `core_from_child` the waiting child becomes the core instead.
 
-Knows vLLM's imports, and one name that it starts its core with.  Invariant: the fork comes before
-Ray and before any computation, so neither has a thread yet whose locks the child could inherit.
+Knows vLLM's imports and the name `get_mp_context` that vLLM starts its core with.
+Invariant: the fork precedes Ray and any computation, so no thread exists whose locks the child
+could inherit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import runpy
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import popen_spawn_posix, util
 from multiprocessing.connection import Connection
@@ -30,17 +31,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from rft.worker.parent import die_with_parent
 
-START = (
-    f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); from rft.engine import "
-    f"vllm_host; vllm_host.main()"
-)
-_IMPORTED = (
-    "vllm.v1.engine.async_llm",
-    "rft.engine.vllm",
-    "rft.engine.vllm_worker",
-    "rft.engine.vllm_cpu",
-)
-
 
 class _Child(NamedTuple):
     pid: int
@@ -50,9 +40,19 @@ class _Child(NamedTuple):
 _waiting: list[_Child] = []  # at most one
 
 
-def main() -> None:
-    gc.disable()  # what is imported stays; looking for garbage in it takes a fifth of the time
-    for name in _IMPORTED:
+def start_command(modules: Sequence[str]) -> str:
+    """Return Python code that calls `main` with `modules` in a new interpreter."""
+    package_folder = str(Path(__file__).parents[2])
+    return (
+        f"import sys; sys.path.append({package_folder!r}); from rft.engine import vllm_host; "
+        f"vllm_host.main({tuple(modules)!r})"
+    )
+
+
+def main(modules: Sequence[str]) -> None:
+    """Import `modules`, fork the waiting child, and run the script named by the arguments."""
+    gc.disable()  # imported objects stay; collecting garbage would take a fifth of the import time
+    for name in modules:
         importlib.import_module(name)
     gc.freeze()
     gc.enable()
@@ -67,32 +67,32 @@ def main() -> None:
 
 
 def _become(channel: socket.socket) -> NoReturn:
-    """Wait for a process object, and be that process, with the output, environment and folder of
-    who sends it.
+    """Wait for a process object and run it with the sender's output, environment and working
+    folder.
     """
     die_with_parent()
     message, outputs, _, _ = socket.recv_fds(channel, 1, 2)
-    if not message:  # the host has ended without an engine
+    if not message:  # the host ended without an engine
         os._exit(0)
     for number, output in enumerate(outputs, 1):
         os.dup2(output, number)
         os.close(output)
-    with Connection(channel.detach()) as given:
-        environment, folder, sys.path[:], process = given.recv()
+    with Connection(channel.detach()) as connection:
+        environment, folder, sys.path[:], process = connection.recv()
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(
         {name: value for name, value in environment.items() if os.environ.get(name) != value}
     )
     os.chdir(folder)
-    # as forked processes end: taking the interpreter down would take seconds
+    # ends like a forked process: a regular interpreter exit takes seconds
     os._exit(process._bootstrap())
 
 
 @contextmanager
 def core_from_child() -> Iterator[int | None]:
-    """The engine core that vLLM starts in the block is the waiting child; gives its number.  None:
-    there is no child.
+    """Let the engine core that vLLM starts in the block be the waiting child; yields its process
+    id, or None without a child.
     """
     if not _waiting:
         yield None
@@ -108,7 +108,7 @@ def core_from_child() -> Iterator[int | None]:
 
 
 class _Handed(popen_spawn_posix.Popen):
-    """The process that was forked before, instead of one that is forked now."""
+    """Uses the waiting child instead of starting a new process."""
 
     def _launch(self, process_obj: BaseProcess) -> None:
         child = _waiting.pop()

@@ -1,11 +1,11 @@
-"""Where published weights lie in vLLM's model, and whether its layers compute with them.
+"""Map published weights to vLLM's parameters, and check that its layers compute with these weights.
 
-Every linear layer is probed with random inputs against the published weights, because on CPU the
-layers multiply with packed copies that a reload may leave behind.  Knows no worker and no manifest.
+Every linear layer is probed with random inputs against the published weights, because on CPU layers
+multiply with packed copies that a reload may leave stale.  Knows no worker and no manifest.
 
 Layouts: a published weight is [out, in] as in the checkpoint; a worker of tensor parallel rank r
-holds its own rows (or, for row-parallel layers, columns) of it, merged with its siblings (q, k, v;
-gate, up).
+holds its own rows (columns for row-parallel layers), merged with sibling weights (q, k, v; gate,
+up).
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ import torch
 
 from rft.engine.adapter_layers import apart
 
-Shard = str | int | None  # which part of a merged parameter; None = all of it
+Shard = str | int | None  # part of a merged parameter; None = the whole parameter
 Published = dict[str, dict[Shard, torch.Tensor]]  # vLLM's parameter name -> its parts
-# random, so that every wrong weight shows; a second one would read all weights once more
+# random input exposes any wrong weight; a second row would read all weights again
 PROBE_ROWS = 1
 
 
 def place(
     model: torch.nn.Module, tensors: dict[str, torch.Tensor]
 ) -> tuple[Published, tuple[str, ...]]:
-    """Where each published tensor belongs in vLLM's model, by the model's own name mapping; and the
-    names that belong nowhere.
+    """Map published tensors to vLLM's parameters with the model's own name mapping; also return the
+    names without a parameter.
     """
-    known = {plain(n) for n, _ in model.named_parameters(remove_duplicate=False)}
+    parameters = {unwrapped_name(n) for n, _ in model.named_parameters(remove_duplicate=False)}
     experts = tuple(_expert_prefixes(model))
     packed = {
-        part: (whole, i) for whole, parts in _packed(model).items() for i, part in enumerate(parts)
+        part: (merged, i)
+        for merged, parts in _packed(model).items()
+        for i, part in enumerate(parts)
     }
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     published: Published = {}
@@ -41,15 +43,15 @@ def place(
     for name, tensor in tensors.items():
         for target, part in _mapped(mapper, name, tensor):
             shard: Shard = getattr(part, "shard_id", None)
-            if target not in known and (stored := target.replace("A_log", "A")) in known:
-                target = stored  # models that rename inside their own load_weights
-            if target not in known:
+            if target not in parameters and (stored := target.replace("A_log", "A")) in parameters:
+                target = stored  # models that rename in load_weights
+            if target not in parameters:
                 *head, leaf, kind = target.rsplit(".", 2)
-                if leaf in packed:  # models that merge inside their own load_weights
-                    whole, i = packed[leaf]
-                    target = ".".join([*head, whole, kind])
-                    shard = "qkv"[i] if whole == "qkv_proj" else i
-            if target in known or target.startswith(experts):
+                if leaf in packed:  # models that merge in load_weights
+                    merged, i = packed[leaf]
+                    target = ".".join([*head, merged, kind])
+                    shard = "qkv"[i] if merged == "qkv_proj" else i
+            if target in parameters or target.startswith(experts):
                 published.setdefault(target, {})[shard] = tensor
             else:
                 unexpected.append(name)
@@ -57,8 +59,8 @@ def place(
 
 
 def _by_outputs(model: torch.nn.Module, published: Published) -> Published:
-    """Parts that hold several outputs of a merged layer, as `in_proj_qkv` of Qwen3.5 does, become
-    one part for each of them.
+    """Split parts that hold several outputs of a merged layer, like `in_proj_qkv` of Qwen3.5, into
+    one part per output.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for target, parts in published.items():
@@ -77,20 +79,20 @@ def _by_outputs(model: torch.nn.Module, published: Published) -> Published:
             [e - at for e in ends if at < e < at + len(p)]
             for at, p in zip(begins, parts.values(), strict=False)
         ]
-        found = [
+        outputs = [
             row for p, cut in zip(parts.values(), cuts, strict=True) for row in p.tensor_split(cut)
         ]
-        published[target] = dict(enumerate(found))
+        published[target] = dict(enumerate(outputs))
     return published
 
 
-def plain(name: str) -> str:
-    """vLLM's name of a layer or parameter, also where one of its LoRA layers is around it."""
+def unwrapped_name(name: str) -> str:
+    """Return vLLM's name of a layer or parameter without the LoRA wrapper."""
     return name.replace(".base_layer", "")
 
 
 def absent(model: torch.nn.Module, published: Published) -> tuple[str, ...]:
-    """Checkpoint names of the parameters, or parts of merged ones, for which nothing was published;
+    """Return the checkpoint names of parameters, or parts of merged ones, that were not published;
     tied parameters count once.
     """
     names = {
@@ -101,13 +103,13 @@ def absent(model: torch.nn.Module, published: Published) -> tuple[str, ...]:
     experts = tuple(_expert_prefixes(model))
     packed = _packed(model)
     modules = dict(model.named_modules(remove_duplicate=False))
-    given = by_module(model, published)
+    by_layer = by_module(model, published)
     missing = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if (parameter.numel() and names[id(parameter)] != name) or name.startswith(experts):
             continue
         owner, _, kind = name.rpartition(".")
-        shards = given.get((id(modules[owner]), kind), {})
+        shards = by_layer.get((id(modules[owner]), kind), {})
         if None in shards:
             continue
         for i, shard in enumerate(shards_of(modules[owner])):
@@ -123,11 +125,11 @@ def absent(model: torch.nn.Module, published: Published) -> tuple[str, ...]:
 def by_module(
     model: torch.nn.Module, published: Published
 ) -> dict[tuple[int, str], dict[Shard, torch.Tensor]]:
-    """What was published, by module and parameter: a module may have two names, and a version knows
-    one of them.
+    """Return published parts by (module id, parameter): a module may have two names, of which a
+    version uses one.
     """
-    # the inner of LoRA layers
-    modules = {plain(n): m for n, m in model.named_modules(remove_duplicate=False)}
+    # the modules inside LoRA layers
+    modules = {unwrapped_name(n): m for n, m in model.named_modules(remove_duplicate=False)}
     split = ((name.rpartition("."), shards) for name, shards in published.items())
     return {
         (id(modules[owner]), kind): shards for (owner, _, kind), shards in split if owner in modules
@@ -135,10 +137,10 @@ def by_module(
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
-    """Pack an output layer anew from the embedding it shares.
+    """Repack an output layer from the embedding it shares.
 
-    vLLM's reload packs a layer when weights arrive for it; for a tied head none do, so on CPU it
-    would go on multiplying with the packed copy of the old weights.
+    vLLM's reload packs a layer when its weights arrive; a tied head receives none, so on CPU it
+    would keep multiplying with the packed copy of the old weights.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
@@ -156,8 +158,8 @@ def repack_tied_heads(model: torch.nn.Module) -> None:
 
 
 def probed_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers whose arithmetic is known exactly: unquantized linear layers, heads, embeddings
-    and norms.
+    """Yield the layers whose arithmetic is known exactly: unquantized linear layers, heads,
+    embeddings and norms.
     """
     from vllm.model_executor.layers import linear
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
@@ -194,22 +196,24 @@ def probed_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 def probe(
     model: torch.nn.Module, published: Published, device: torch.device, *, seed: int
 ) -> tuple[int, float, str]:
-    """(layers probed, largest error relative to the output's scale, the layer that has it)."""
+    """Return (layers probed, largest error relative to the output's scale, layer of that error)."""
     random = torch.Generator().manual_seed(seed)
     count = 0
     error = 0.0
     worst = ""
     tied = {
-        id(p): plain(n)
+        id(p): unwrapped_name(n)
         for n, p in reversed(list(model.named_parameters(remove_duplicate=False)))
         if p.numel()
     }
-    given = by_module(model, published)
+    by_layer = by_module(model, published)
     for name, module in probed_modules(model):
-        parts = given.get((id(module), "weight")) or published.get(tied.get(id(module.weight), ""))
+        parts = by_layer.get((id(module), "weight")) or published.get(
+            tied.get(id(module.weight), "")
+        )
         if parts is None:
             continue
-        got, want = _compare(module, parts, given.get((id(module), "bias")), device, random)
+        got, want = _compare(module, parts, by_layer.get((id(module), "bias")), device, random)
         difference = apart(got, want)
         count += 1
         if not difference <= error:  # also true for nan
@@ -225,24 +229,24 @@ def _compare(
     device: torch.device,
     random: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the layer answers and what the published weights say it should."""
+    """Return the layer's output and the output expected from the published weights."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    own = own_parts(module, parts)
+    local_parts = own_parts(module, parts)
     if not hasattr(module, "quant_method"):  # a norm
-        return module.weight, own[0].to(device)
-    # an embedding: some of its rows
+        return module.weight, local_parts[0].to(device)
+    # an embedding: compare some rows
     if not hasattr(module, "input_size") and not isinstance(module, ParallelLMHead):
-        rows = torch.randint(len(own[0]), (64,), generator=random)
-        return module.weight[rows.to(device)], own[0][rows].to(device)
+        rows = torch.randint(len(local_parts[0]), (64,), generator=random)
+        return module.weight[rows.to(device)], local_parts[0][rows].to(device)
     dtype = module.params_dtype  # routers may be float32 in a bfloat16 model
-    if own[0].dim() > 2:  # the kernel of a convolution
-        want = torch.cat(own).to(device, dtype)
+    if local_parts[0].dim() > 2:  # a convolution kernel
+        want = torch.cat(local_parts).to(device, dtype)
         return vars(module).get("_cpu_unpacked_conv_weight", module.weight).reshape(
             want.shape
         ), want
-    x = torch.randn(PROBE_ROWS, own[0].shape[1], generator=random).to(device, dtype)
-    want = torch.cat([x @ w.to(device, dtype).T for w in own], dim=-1)
+    x = torch.randn(PROBE_ROWS, local_parts[0].shape[1], generator=random).to(device, dtype)
+    want = torch.cat([x @ w.to(device, dtype).T for w in local_parts], dim=-1)
     bias = getattr(module, "bias", None) if biases else None
     if biases and bias is not None:
         want = want + torch.cat([b.to(device, dtype) for b in own_parts(module, biases)])
@@ -250,8 +254,8 @@ def _compare(
 
 
 def own_parts(module: Any, parts: dict[Shard, torch.Tensor]) -> list[torch.Tensor]:
-    """The published tensors ([out, in] or bias [out]) cut down to what this tensor-parallel rank
-    holds, in the layer's own order.
+    """Cut the published tensors ([out, in] or bias [out]) down to this tensor-parallel rank's part,
+    in the layer's own order.
     """
     from vllm.model_executor.layers import linear
 
@@ -270,7 +274,7 @@ def own_parts(module: Any, parts: dict[Shard, torch.Tensor]) -> list[torch.Tenso
         kv = module.num_kv_heads
         kv_rank = rank // module.num_kv_head_replicas
         kv_total = module.total_num_kv_heads
-        whole = (
+        totals = (
             module.total_num_heads * module.head_size,
             kv_total * module.head_size,
             kv_total * module.v_head_size,
@@ -280,7 +284,7 @@ def own_parts(module: Any, parts: dict[Shard, torch.Tensor]) -> list[torch.Tenso
         ]
         return [
             w.narrow(0, at, n)
-            for w, (at, n) in zip(_split(parts, ("q", "k", "v"), whole), cuts, strict=True)
+            for w, (at, n) in zip(_split(parts, ("q", "k", "v"), totals), cuts, strict=True)
         ]
     if isinstance(module, linear.MergedColumnParallelLinear):
         sizes = tuple(module.output_sizes)
@@ -295,7 +299,7 @@ def own_parts(module: Any, parts: dict[Shard, torch.Tensor]) -> list[torch.Tenso
 def _split(
     parts: dict[Shard, torch.Tensor], names: tuple[Shard, ...], sizes: tuple[int, ...]
 ) -> list[torch.Tensor]:
-    """The parts of a merged layer, also where the checkpoint itself has them merged."""
+    """Return the parts of a merged layer, even if the checkpoint stores them merged."""
     return list(parts[None].split(sizes)) if None in parts else [parts[n] for n in names]
 
 
@@ -324,7 +328,9 @@ def _packed(model: torch.nn.Module) -> dict[str, list[str]]:
 
 
 def _expert_prefixes(model: torch.nn.Module) -> Iterator[str]:
-    """Experts place their many tensors themselves; `rft.engine.vllm_experts` proves that all came."""
+    """Yield the name prefixes of expert layers, which `place` and `absent` skip;
+    `rft.engine.vllm_experts` verifies their tensors.
+    """
     for name, _ in model.named_parameters():
         if name.endswith(("w13_weight", "w2_weight")):
             yield name.rpartition(".")[0].removesuffix(".routed_experts") + "."

@@ -1,13 +1,12 @@
-"""Prompts of a group in vLLM's runner for CPUs: each is computed once, to its last token but one.
+"""Share the prompts of a group in vLLM's CPU runner: each prompt is computed once, up to its last
+token but one.
 
-vLLM shares whole blocks of its cache only, so each answer of a group computes the end of its prompt
-again: 12 of 44 tokens with blocks of
-32.  Here the runner is told that a request's prompt is computed where another request of the same
-    step has computed it or does so now; each
-layer copies the blocks after it has written its keys and values, and only the last token is
-computed, whose logits are needed.
+vLLM shares only full cache blocks, so each answer of a group would recompute the end of its prompt:
+12 of 44 tokens with blocks of 32.  Here a request's prompt counts as computed if another request of
+the same step has computed or is computing the same prompt.  Each layer copies the blocks after
+writing its keys and values, and only the last token is computed, whose logits are needed.
 
-Invariant: a request whose blocks are copied is scheduled in the same step, so they are its own.
+Invariant: a request whose blocks are copied is scheduled in the same step, so it still owns them.
 """
 
 from __future__ import annotations
@@ -21,19 +20,17 @@ import torch
 
 
 class SharedPrompts:
-    """Of one worker, whose cache is that of full attention in all layers."""
+    """Prompt sharing of one worker whose cache is full attention in all layers."""
 
     @classmethod
-    def of(cls, worker: Any, kv_cache_config: Any) -> SharedPrompts | None:
-        """None where the cache is another one, where layers write it in another way, and where
-        prompts are not to be shared.
-        """
+    def for_worker(cls, worker: Any, kv_cache_config: Any) -> SharedPrompts | None:
+        """Return None for another kind of cache or cache update, or without prefix caching."""
         from vllm.model_executor.layers.attention import Attention
         from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
         kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
-        known = worker.vllm_config.compilation_config.static_forward_context.values()
-        layers = [x for x in known if isinstance(x, AttentionLayerBase)]
+        contexts = worker.vllm_config.compilation_config.static_forward_context.values()
+        layers = [x for x in contexts if isinstance(x, AttentionLayerBase)]
         written = all(
             isinstance(x, Attention) and not x.attn_backend.forward_includes_kv_cache_update
             for x in layers
@@ -53,14 +50,16 @@ class SharedPrompts:
     def __init__(self, runner: Any, block_size: int, writers: list[Any]) -> None:
         self._runner = runner
         self._block_size = block_size
-        # who has it, who needs it, and its first and last token there
+        # (request with the prompt, request that needs a copy, first and last token of the copy)
         self._pairs: list[tuple[str, str, int, int]] = []
-        self._blocks: torch.Tensor | None = None  # [2, copies]: from and to
+        self._blocks: torch.Tensor | None = None  # [2, copies]: source and destination blocks
         for writer in writers:
             writer.do_kv_cache_update = partial(self._write, writer.do_kv_cache_update)
 
     def shorten(self, scheduled: Any) -> Any:
-        """vLLM's SchedulerOutput with one token for each new request whose prompt another one has."""
+        """Reduce each new request whose prompt another request has to one token in vLLM's
+        SchedulerOutput.
+        """
         self._pairs = []
         self._blocks = None
         if not scheduled.scheduled_new_reqs:
@@ -125,8 +124,8 @@ class SharedPrompts:
 
 
 def _key(request: Any) -> Any:
-    """What two requests have in common whose prompts have the same keys and values; None where all
-    of a prompt has to be computed.
+    """Return a key that is equal for requests with equal prompt keys and values; None if the whole
+    prompt must be computed.
     """
     if request.prompt_token_ids is None or request.mm_features or request.prompt_embeds is not None:
         return None

@@ -1,8 +1,7 @@
-"""Seeded requests in vLLM's runner for CPUs, which ends the engine where the prompt of one is
-computed in pieces.
+"""Make seeded requests work in vLLM's CPU runner when a prompt is computed in pieces.
 
-After each piece but the last the runner takes back the random number that it has drawn, in a way
-that generators on CPU do not offer.
+After each piece but the last, the runner resets the random generator in a way that CPU generators
+do not support, which would crash the engine.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ import torch
 
 
 class Generator(torch.Generator):
-    """One that can be set back before a request's first token.  Later, where a request is computed
-    again, the number is skipped.
+    """A generator that can be reset before a request's first token.
+
+    If a request is recomputed later, the reset is skipped and the drawn number is lost.
     """
 
     written: list[int]
@@ -27,7 +27,7 @@ class Generator(torch.Generator):
 
 
 class Requests(dict[str, Any]):
-    """The runner's requests by name."""
+    """The runner's requests by name; each seeded one gets a resettable generator."""
 
     def __setitem__(self, name: str, request: Any) -> None:
         if request.generator is not None:

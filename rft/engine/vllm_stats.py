@@ -1,4 +1,6 @@
-"""Sums of what vLLM's scheduler reports after each step.  vLLM finds stat loggers by their methods."""
+"""Sum up what vLLM's scheduler reports after each step.  vLLM recognizes stat loggers by their
+methods.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,15 @@ RECENT = 64  # steps
 
 
 class Stats:
-    """A stat logger of vLLM.  Everything is counted from the engine's start; `..._steps` are sums
-    over steps, to be divided by `steps`.
+    """A stat logger of vLLM.  All counts start with the engine; `..._steps` are sums over steps, to
+    be divided by `steps`.
     """
 
     def __init__(self) -> None:
         self.steps = 0
         self._running = self._waiting = self._preempted = self._cache_asked = self._cache_hit = 0
         self._kv_cache = 0.0
-        # when a step ended, and its tokens
+        # (end of a step, its generated tokens)
         self._written: deque[tuple[float, int]] = deque(maxlen=RECENT)
 
     def record(
@@ -30,9 +32,7 @@ class Stats:
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        """Called by vLLM after every step.  One without scheduler_stats ends requests that were
-        aborted.
-        """
+        """Count a step; vLLM's calls without scheduler_stats end aborted requests."""
         if iteration_stats is not None:
             self._preempted += iteration_stats.num_preempted_reqs
             self._written.append((time.monotonic(), iteration_stats.num_generation_tokens))
@@ -47,12 +47,12 @@ class Stats:
         self._cache_hit += cache.hits
 
     def resumed(self) -> None:
-        """After a pause: the time before it says nothing any more of how fast tokens come."""
+        """Restart the token rate after a pause."""
         self._written.clear()
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated, over the last steps since the last pause; 0 before there are two."""
+        """Generated tokens per second over the last steps since the last pause; 0 before two steps."""
         if len(self._written) < 2 or (passed := self._written[-1][0] - self._written[0][0]) <= 0:
             return 0.0
         return sum(tokens for _, tokens in list(self._written)[1:]) / passed
@@ -77,9 +77,7 @@ class Stats:
 
 
 def without_prometheus(manager: Any) -> None:
-    """Takes vLLM's own exporter out, which works for every token and which nobody reads: nothing is
-    served.
-    """
+    """Remove vLLM's Prometheus exporter, which works for every token although nothing is served."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     manager.stat_loggers = [

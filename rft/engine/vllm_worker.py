@@ -1,7 +1,6 @@
-"""What a published weight version meets inside vLLM's own worker processes
-(`worker_extension_cls`).
+"""Load published weight versions inside vLLM's worker processes (`worker_extension_cls`).
 
-Loads through vLLM's reload path.  Does not know who published or what follows.
+Uses vLLM's reload path first.  Knows neither the publisher nor the requests that follow.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import msgspec
 import torch
 
 from rft.engine.adapter_layers import worst
-from rft.engine.environment import LIBRARY
+from rft.engine.settings import EXTERNAL_LIB
 from rft.engine.vllm_adapter import WorkerAdapter
 from rft.engine.vllm_direct import DirectLoad
 from rft.engine.vllm_experts import ExpertLayers, expert_layers, expert_runners
@@ -25,8 +24,8 @@ from rft.plugins import import_library
 from rft.types.experts import sizes_of
 from rft.types.ports import LoadReport, WeightManifest
 
-# vLLM imports this module in each process with a model, and before it builds it
-import_library(os.environ.get(LIBRARY))
+# vLLM imports this module in each process with a model, before the model is built
+import_library(os.environ.get(EXTERNAL_LIB))
 
 
 class WeightWorker:
@@ -37,7 +36,7 @@ class WeightWorker:
     _rft_routing: Routing | None = None
 
     def rft_load(self, frame: bytes) -> bytes:
-        """A WeightManifest in, this worker's LoadReport out, both msgpack."""
+        """Load a WeightManifest and return this worker's LoadReport, both msgpack."""
         if self._rft_loader is None:
             self._rft_loader = WorkerLoader(self)
         return msgspec.msgpack.encode(
@@ -45,45 +44,44 @@ class WeightWorker:
         )
 
     def rft_take_seeds(self) -> None:
-        """Let requests with a seed be computed in pieces, from now on."""
+        """Allow requests with a seed to be computed in pieces from now on."""
         worker: Any = self
         worker.model_runner.requests = Requests(worker.model_runner.requests)
 
     def rft_expert_layers(self) -> list[int]:
-        """The numbers of the model's layers that have experts."""
+        """Return the numbers of the layers with experts."""
         return [number for number, _ in expert_runners(self.get_model())]  # type: ignore[attr-defined]
 
     def rft_record_experts(self) -> None:
-        """Record which experts tokens go through, from now on."""
+        """Record the routed experts of tokens from now on."""
         worker: Any = self
         sizes = sizes_of(worker.model_config.hf_config.to_dict())
         assert sizes is not None, "the engine's start has looked"
-        worker.prompts = None  # experts are recorded where tokens are computed
+        worker.prompts = None  # experts are recorded only for computed tokens
         self._rft_routing = Routing(
             worker, [layer for _, layer in expert_runners(worker.get_model())], sizes
         )
 
     def rft_take_experts(self, names: list[str]) -> list[tuple[str, list[int], bytes]]:
-        """The experts of requests that have ended: type, shape and bytes of each."""
+        """Take the experts of ended requests: dtype, shape and bytes of each."""
         assert self._rft_routing is not None, "recorded since the start"
         return [(x.dtype.str, list(x.shape), x.tobytes()) for x in self._rft_routing.take(names)]
 
 
 class Placed(NamedTuple):
-    """A version as `probe` wants it."""
+    """A version in the form that `probe` expects."""
 
     layers: Published
-    tensors: dict[str, torch.Tensor]  # by their published names
+    tensors: dict[str, torch.Tensor]  # by published name
 
 
-# of a layer's output: what other rounding gives is far below, what another order of parts gives is
-# far above
+# relative to a layer's output: far above rounding, far below the error of a wrong part order
 PROVEN = 0.1
 
 
 class WorkerLoader(Loader):
-    """Loads through vLLM's own reload path; once that is proven, straight into the layers where
-    these are all there is.
+    """Loads through vLLM's reload path; once a load is proven, directly into the layers if they
+    hold all weights.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -91,7 +89,7 @@ class WorkerLoader(Loader):
         self._worker = worker
         self._model: torch.nn.Module = worker.get_model()
         self._adapter: WorkerAdapter | None = None
-        self._direct: DirectLoad | None = None  # None: the next load takes vLLM's path
+        self._direct: DirectLoad | None = None  # None: the next load uses vLLM's reload
         self._experts: ExpertLayers | None = None
         if layers := expert_layers(self._model):
             config = worker.model_config
@@ -110,8 +108,8 @@ class WorkerLoader(Loader):
             self._adapter = WorkerAdapter(self._worker)
         return self._adapter
 
-    def _own(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Without those of other pipeline stages."""
+    def _of_this_stage(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Drop the tensors of other pipeline stages."""
         if self._worker.vllm_config.parallel_config.pipeline_parallel_size == 1:
             return tensors
         from vllm.model_executor.models.utils import is_pp_missing_parameter
@@ -121,24 +119,28 @@ class WorkerLoader(Loader):
     def place(
         self, tensors: dict[str, torch.Tensor]
     ) -> tuple[Placed, tuple[str, ...], tuple[str, ...]]:
-        whole = tensors
+        published_tensors = tensors
         if self._experts is not None:
             missing = tuple(self._experts.names - set(tensors))
             unexpected = tuple(set(tensors) - self._experts.names)
             if missing or unexpected:
                 return Placed({}, tensors), tuple(sorted(missing)), tuple(sorted(unexpected))
             tensors = self._experts.as_in_checkpoints(tensors)
-        published, unexpected = place(self._model, self._own(tensors))
-        if self._experts is not None:  # vLLM computes some buffers by itself
+        published, unexpected = place(self._model, self._of_this_stage(tensors))
+        if self._experts is not None:  # vLLM computes some buffers itself
             unexpected = tuple(name for name in unexpected if name not in self._experts.buffers)
-        return Placed(published, whole), absent(self._model, published), unexpected
+        return Placed(published, published_tensors), absent(self._model, published), unexpected
 
     def copy(self, tensors: dict[str, torch.Tensor], placed: Placed, *, stale: bool) -> None:
         if self._direct is not None:
             self._direct.copy(placed.layers)
         else:
-            given = tensors if self._experts is None else self._experts.as_in_checkpoints(tensors)
-            self._worker.reload_weights(weights_iterator=iter(self._own(given).items()))
+            checkpoint = (
+                tensors if self._experts is None else self._experts.as_in_checkpoints(tensors)
+            )
+            self._worker.reload_weights(
+                weights_iterator=iter(self._of_this_stage(checkpoint).items())
+            )
         if self._experts is not None:
             self._experts.finish(tensors, stale=stale)
         if not stale:
@@ -158,5 +160,7 @@ class WorkerLoader(Loader):
     def _straight(self, dtype: torch.dtype) -> DirectLoad | None:
         if self._direct is not None:
             return self._direct
-        made = DirectLoad(self._model, dtype)
-        return made if self._worker.vllm_config.lora_config is None and made.possible() else None
+        direct = DirectLoad(self._model, dtype)
+        return (
+            direct if self._worker.vllm_config.lora_config is None and direct.possible() else None
+        )

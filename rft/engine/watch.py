@@ -1,9 +1,10 @@
-"""Whether a process that has work gets on with it.  Knows no engine: it is told of each finished
-step, and looks at processes itself.
+"""Decide whether a process that has work makes progress.  Knows no engine: finished steps are
+reported to it, processor time is read from the processes.
 
-Signs of life are a finished step, processor time (a long step shows nothing else) and waiting for a
-disk.  Invariant: time in which the watcher itself did not run (a suspended machine, a blocked loop)
-does not count.
+Signs of life are a finished step, processor time (the only sign during a long step) and waiting for
+a disk.
+Invariant: time in which the watcher itself did not run (a suspended machine, a blocked loop) does
+not count.
 """
 
 from __future__ import annotations
@@ -14,33 +15,33 @@ from dataclasses import dataclass
 
 import psutil
 
-LOOKS = 5  # within the shorter of the two limits
-# of one core, below which a process counts as doing nothing: threads that wait wake up now and then
+LOOKS = 5  # checks within the shorter limit
+# of one core; below this share a process counts as idle, since waiting threads wake up now and then
 BUSY_SHARE = 0.02
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Of all processes of one part, at one moment."""
+    """Processor use of a group of processes at one moment."""
 
-    cpu_s: float  # processor time so far
-    stopped: bool = False  # one of them is stopped, by SIGSTOP or a debugger
-    on_disk: bool = False  # one of them waits for a disk
+    cpu_s: float  # total processor time
+    stopped: bool = False  # a process is stopped by SIGSTOP or a debugger
+    on_disk: bool = False  # a process waits for a disk
 
 
 def usage(pids: Iterable[int], *, family: bool = True) -> Usage:
-    """Of the processes `pids` and (`family`) what they have started; one that has ended counts with
-    nothing.
+    """Return the usage of the processes `pids` and, with `family`, their descendants; ended
+    processes count as zero.
     """
     cpu_s = 0.0
     states = set()
     for pid in pids:
         try:
             first = psutil.Process(pid)
-            found = [first, *(first.children(recursive=True) if family else ())]
+            processes = [first, *(first.children(recursive=True) if family else ())]
         except psutil.NoSuchProcess:
             continue
-        for process in found:
+        for process in processes:
             try:
                 with process.oneshot():
                     times = process.cpu_times()
@@ -56,12 +57,12 @@ def usage(pids: Iterable[int], *, family: bool = True) -> Usage:
 
 
 class Watch:
-    """Two limits, in seconds, None = none: `stall_s` without any sign of life, `step_s` without a
-    finished step.
+    """Two limits in seconds, None = no limit: `stall_s` without any sign of life, `step_s` without
+    a finished step.
 
-    Call `progress` when a step is finished or there is nothing to do, else `look`, about every
-    `interval_s`. `usage()` None: nothing is known of the processes (they are on another machine),
-    so only `step_s` can pass.
+    Call `progress` when a step is finished or nothing is to be done, else `look`, about every
+    `interval_s`.  `usage()` returns None if the processes are not visible (on another machine);
+    then only `step_s` applies.
     """
 
     def __init__(
@@ -81,33 +82,33 @@ class Watch:
     def progress(self) -> None:
         self._looked = self._clock()
         self._without_step = self._without_sign = 0.0
-        self._cpu_s: float | None = None  # at the last sign of life
+        self._cpu_s: float | None = None  # processor time at the last sign of life
 
     def look(self) -> str:
-        """Why it counts as hung; empty while it does not."""
+        """Return why the processes count as hung; empty while they do not."""
         now = self._clock()
         passed, self._looked = min(now - self._looked, 2 * self.interval_s), now
         self._without_step += passed
         self._without_sign += passed
-        found = self._usage()
-        if found is None or self._alive(found):
+        current = self._usage()
+        if current is None or self._alive(current):
             self._without_sign = 0.0
-            self._cpu_s = None if found is None else found.cpu_s
+            self._cpu_s = None if current is None else current.cpu_s
         if self._stall_s is not None and self._without_sign >= self._stall_s:
-            why = (
+            reason = (
                 "one of its processes is stopped"
-                if found is not None and found.stopped
+                if current is not None and current.stopped
                 else "its processes do nothing"
             )
-            return f"no sign of life for {self._without_sign:.1f} s ({why})"
+            return f"no sign of life for {self._without_sign:.1f} s ({reason})"
         if self._step_s is not None and self._without_step >= self._step_s:
             return f"no step was finished for {self._without_step:.0f} s"
         return ""
 
-    def _alive(self, found: Usage) -> bool:
-        if found.stopped:
+    def _alive(self, current: Usage) -> bool:
+        if current.stopped:
             return False
-        # first look; one of several has ended
-        if self._cpu_s is None or found.cpu_s < self._cpu_s or found.on_disk:
+        # first look, or a process has ended
+        if self._cpu_s is None or current.cpu_s < self._cpu_s or current.on_disk:
             return True
-        return found.cpu_s - self._cpu_s >= BUSY_SHARE * (self._stall_s or 0.0)
+        return current.cpu_s - self._cpu_s >= BUSY_SHARE * (self._stall_s or 0.0)

@@ -1,8 +1,8 @@
-"""Reading published weights: raw little-endian bytes at the offsets a manifest gives.  Shared by
-all engines.
+"""Read published weights: raw little-endian bytes at the offsets of a manifest.  Shared by all
+engines.
 
-Does not know who wrote them.  A file is mapped, not read: views cost no copy, and what is changed
-through a view never reaches the file. What is broadcast is received into memory of this process.
+Independent of the publisher.  A file is mapped, not read: views are no copies, and changes through
+a view never reach the file.  Broadcast bytes are received into memory of this process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rft.engine.adapter_layers import AdapterLoader
 
 THREADS = min(4, os.cpu_count() or 1)
-DTYPES = {  # name in a manifest: torch's name, bytes
+DTYPES = {  # name in a manifest: (torch's name, bytes)
     "F64": ("float64", 8),
     "F32": ("float32", 4),
     "F16": ("float16", 2),
@@ -48,40 +48,38 @@ DTYPES = {  # name in a manifest: torch's name, bytes
 
 
 class Weights:
-    """A manifest and its bytes in this process.  Views keep the bytes alive; there is nothing to
-    close.
-    """
+    """A manifest and its bytes in this process.  Views keep the bytes alive; nothing needs closing."""
 
     def __init__(self, manifest: WeightManifest, data: memoryview) -> None:
         self.manifest = manifest
         self._bytes = data
-        self._whole: torch.Tensor | None = None
+        self._flat: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self._bytes)
 
     def raw(self, spec: TensorSpec) -> memoryview:
-        """The bytes of one tensor, writable without touching the file."""
+        """Return the bytes of one tensor; writes do not reach the file."""
         return self._bytes[spec.offset : spec.offset + spec.nbytes]
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
-        """A view of `spec.shape`, of one storage with all others; raises ValueError where the
+        """Return a view of `spec.shape`; all tensors share one storage.  Raises ValueError if the
         manifest does not fit the bytes.
         """
-        if why := _misfit(spec, len(self)):
-            raise ValueError(f"tensor {spec.name!r}: {why}")
+        if problem := _misfit(spec, len(self)):
+            raise ValueError(f"tensor {spec.name!r}: {problem}")
         import torch
 
         dtype: torch.dtype = getattr(torch, DTYPES[spec.dtype][0])
         if spec.nbytes == 0:
             return torch.empty(spec.shape, dtype=dtype)
-        if self._whole is None:
-            self._whole = torch.frombuffer(self._bytes, dtype=torch.uint8)
-        return self._whole[spec.offset : spec.offset + spec.nbytes].view(dtype).view(spec.shape)
+        if self._flat is None:
+            self._flat = torch.frombuffer(self._bytes, dtype=torch.uint8)
+        return self._flat[spec.offset : spec.offset + spec.nbytes].view(dtype).view(spec.shape)
 
     def bad(self, tensors: tuple[TensorSpec, ...] | None = None) -> tuple[str, ...]:
-        """Names of the tensors (all; or of these) whose bytes are not what the manifest says
-        (xxh3-128, size, place).
+        """Return the names of `tensors` (default: all) whose bytes do not match the manifest
+        (xxh3-128, size, offset).
         """
         chosen = self.manifest.tensors if tensors is None else tensors
 
@@ -111,43 +109,43 @@ class MappedWeights(Weights):
 
 @dataclass(frozen=True)
 class TakenWeights:
-    """A version's bytes, and what there is to say of them before any is used."""
+    """A version's bytes, and the report on them before use."""
 
     weights: Weights
-    report: LoadReport  # of a load that has done nothing yet; not `whole` where it must not go on
+    report: LoadReport  # of a load that has done nothing yet; the load must stop unless `intact`
 
 
 class WeightIntake:
-    """Takes versions as an engine worker gets them; `worker` is its number in its engine."""
+    """Receives versions for one engine worker; `worker` is its number in its engine."""
 
     def __init__(self, worker: int = 0) -> None:
         self._worker = worker
-        self._member: Worker | None = None  # keeps its group from one broadcast to the next
-        # what came with the last broadcast, where of the next one only changes come
-        self._kept: torch.Tensor | None = None
-        self._holds = ""  # the version that it is of, whole and compared
+        self._member: Worker | None = None  # keeps its process group between broadcasts
+        # the last broadcast version, to which later broadcasts may send only changes
+        self._buffer: torch.Tensor | None = None
+        self._holds = ""  # version in `_buffer`, complete and verified; "" = none
 
     def take(self, manifest: WeightManifest, *, damage: bool = False) -> TakenWeights:
-        """The bytes of `manifest`, every hash compared.  `damage`: one of them changes on the way
-        (a fault of the tests).
+        """Return the bytes of `manifest` with every hash checked.  `damage` flips a bit (a test
+        fault).
 
-        Raises OSError where the path cannot be read.
+        Raises OSError if the path cannot be read.
         """
         nothing = LoadReport(version=manifest.version, num_tensors=0, nbytes=0)
         if manifest.broadcast is not None:
             return self._receive(manifest, nothing, damage)
         began = time.monotonic()
         if ":" in manifest.transport:
-            weights, why = _fetched(manifest)
-            if why:
-                return TakenWeights(weights, replace(nothing, failed=why))
+            weights, problem = _fetched(manifest)
+            if problem:
+                return TakenWeights(weights, replace(nothing, failed=problem))
         else:
             weights = MappedWeights(manifest)
-        there = time.monotonic()
+        transferred = time.monotonic()
         if damage:
             weights.raw(manifest.tensors[0])[0] ^= 1
         bad = weights.bad()
-        times = {"transfer_s": there - began, "verify_s": time.monotonic() - there}
+        times = {"transfer_s": transferred - began, "verify_s": time.monotonic() - transferred}
         return TakenWeights(
             weights, replace(nothing, bad_hash=bad, moved_bytes=manifest.nbytes, **times)
         )
@@ -156,10 +154,10 @@ class WeightIntake:
         from rft.collective.broadcast import NONE, Worker
 
         assert manifest.broadcast is not None
-        memory = _room(manifest, self._kept)
-        holds = self._holds if memory is self._kept else ""
-        # of no version, until all is there
-        self._kept = memory if manifest.broadcast.changes else None
+        memory = _room(manifest, self._buffer)
+        holds = self._holds if memory is self._buffer else ""
+        # no version until all bytes are verified
+        self._buffer = memory if manifest.broadcast.changes else None
         self._holds = ""
         weights = Weights(manifest, memoryview(memory.numpy().data))
         self._member = self._member or Worker()
@@ -199,16 +197,16 @@ class WeightIntake:
 
 
 class Loader(ABC):
-    """Loads published versions into one model that is already there, and proves each.
+    """Loads published versions into an existing model, and verifies each load.
 
-    Invariant: weights that are damaged, incomplete or another model's never touch it.
+    Invariant: weights that are damaged, incomplete or of another model never touch the model.
     """
 
     def __init__(self, worker: int = 0) -> None:
         self._intake = WeightIntake(worker)
 
     def load(self, manifest: WeightManifest) -> LoadReport:
-        """Take, verify, load, and compare what is there afterwards with what was published."""
+        """Receive, verify and load a version, then compare the model with the published tensors."""
         import torch
 
         start = time.monotonic()
@@ -224,7 +222,7 @@ class Loader(ABC):
     def _load(self, manifest: WeightManifest, active: set[str]) -> LoadReport:
         taken = self._intake.take(manifest, damage="sync.corrupt_byte" in active)
         nothing = taken.report
-        if not nothing.whole:
+        if not nothing.intact:
             return nothing
         tensors = {t.name: taken.weights.tensor(t) for t in manifest.tensors}
         if "sync.missing_tensor" in active:
@@ -234,14 +232,14 @@ class Loader(ABC):
         placed, missing, unexpected = self.place(tensors)
         if missing or unexpected:
             return replace(nothing, missing=missing, unexpected=unexpected)
-        whole = replace(nothing, num_tensors=len(tensors), nbytes=manifest.nbytes)
-        if "sync.skip" in active:  # a load that does nothing also lies about its probes
-            return replace(whole, probed_layers=len(tensors))
+        complete = replace(nothing, num_tensors=len(tensors), nbytes=manifest.nbytes)
+        if "sync.skip" in active:  # the fault also reports successful probes
+            return replace(complete, probed_layers=len(tensors))
         self.copy(tensors, placed, stale="sync.stale_head" in active)
         loaded = time.monotonic()
         count, error, where = self.probe(placed, manifest)
         return replace(
-            whole,
+            complete,
             probed_layers=count,
             probe_error=error,
             probe_worst=where,
@@ -250,26 +248,26 @@ class Loader(ABC):
 
     @abstractmethod
     def adapter(self) -> AdapterLoader[Any]:
-        """The model's adapter, the same one at every load."""
+        """Return the model's adapter, the same object at every load."""
 
     @abstractmethod
     def place(
         self, tensors: dict[str, torch.Tensor]
     ) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
-        """(the tensors as `probe` wants them, what the model has and they lack, what they have and
-        it lacks).
-        """
+        """Return (tensors for `probe`, missing names, unexpected names)."""
 
     @abstractmethod
     def copy(self, tensors: dict[str, torch.Tensor], placed: Any, *, stale: bool) -> None:
-        """Overwrite the model's weights; `placed`: as `place` gave them.
+        """Overwrite the model's weights; `placed`: result of `place`.
 
-        `stale`: but for what its output layer computes with (a fault of the tests).
+        `stale` (a test fault): leave the output layer's computation unchanged.
         """
 
     @abstractmethod
     def probe(self, placed: Any, manifest: WeightManifest) -> tuple[int, float, str]:
-        """(layers probed, largest error relative to the output's scale, the layer that has it)."""
+        """Return (layers probed, largest error relative to the output's scale, layer of that
+        error).
+        """
 
     def close(self) -> None:
         self._intake.close()
@@ -278,10 +276,10 @@ class Loader(ABC):
 def in_checkpoints(
     model: Any, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of transformers' `model` under the names of checkpoints: where one holds all experts
-    of a layer, many of one each.
+    """Yield tensors of transformers' `model` under checkpoint names; a tensor of all experts of a
+    layer becomes one tensor per expert.
 
-    Views of the same bytes; one tensor after the other.  Other programs know these names only.
+    Tensors are views of the same bytes, yielded one by one.  Other programs know only these names.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -290,7 +288,7 @@ def in_checkpoints(
 
 
 def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What checkpoints hold beside parameters, by name: correction biases of routers, for instance."""
+    """Return the persistent buffers by name, e.g. correction biases of routers."""
     return {
         f"{prefix}{'.' if prefix else ''}{name}": buffer
         for prefix, module in model.named_modules()
@@ -300,24 +298,24 @@ def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _fetched(manifest: WeightManifest) -> tuple[Weights, str]:
-    """The bytes through somebody's own transport; and why they did not come."""
+    """Fetch the bytes with a transport plugin; return (weights, error text, empty on success)."""
     try:
         data = memoryview(REGISTRY.get("transport", manifest.transport).obj.fetch(manifest))
-    except Exception as e:  # whatever a plugin raises is said of these weights, the engine goes on
+    except Exception as e:  # a plugin's error fails only this version, not the engine
         return Weights(
             manifest, memoryview(b"")
         ), f"{manifest.transport} could not fetch {manifest.version}: {type(e).__name__}: {e}"
     return Weights(manifest, memoryview(bytearray(data)) if data.readonly else data.cast("B")), ""
 
 
-def _room(manifest: WeightManifest, kept: torch.Tensor | None) -> torch.Tensor:
-    """Memory of this process for all bytes of a version (uint8): `kept`, where it is as large."""
+def _room(manifest: WeightManifest, buffer: torch.Tensor | None) -> torch.Tensor:
+    """Return memory for all bytes of a version (uint8): `buffer` if its size matches."""
     import torch
 
     assert manifest.broadcast is not None
     size = max((t.offset + t.nbytes for t in manifest.tensors), default=0)
-    if kept is not None and len(kept) == size:
-        return kept
+    if buffer is not None and len(buffer) == size:
+        return buffer
     return torch.empty(size, dtype=torch.uint8, pin_memory=manifest.broadcast.backend == "nccl")
 
 

@@ -1,8 +1,9 @@
-"""The one order of explore batches, assigned to explorers: who plays which, and what comes back
-from one that has gone.
+"""Assign explore batches to explorers in one global order, and reassign the batches of lost
+explorers.
 
-Knows no tasks and no clock.  Invariant: a batch is with one explorer at a time, the lowest that is
-free is assigned first, and which tasks it has does not depend on who plays it.
+Knows no tasks and no clock.
+Invariant: a batch belongs to one explorer at a time, the lowest free batch is assigned first, and
+its tasks do not depend on the explorer.
 """
 
 from __future__ import annotations
@@ -20,35 +21,35 @@ FINISHED = "the trainer is finished"
 
 
 class Assignments:
-    """Batches from `first` on, up to `total` (None: no end); at most `max_inflight` are under way."""
+    """Batches from `first` up to `total` (None: no end), at most `max_inflight` in progress."""
 
     def __init__(self, first: int, total: int | None, max_inflight: int | None = None) -> None:
         self.total = total
         self._max_inflight = max_inflight
-        self._next = first  # all below were assigned
-        self._out: dict[int, str] = {}  # with whom
-        self._back: set[int] = set()  # assigned, and given back
+        self._next = first  # all lower batches were assigned
+        self._out: dict[int, str] = {}  # batch -> explorer
+        self._back: set[int] = set()  # returned batches, to be assigned again
 
     @property
     def candidate(self) -> int | None:
-        """The batch that is assigned next; None where all are."""
+        """The batch to assign next; None when all are assigned."""
         if self._back:
             return min(self._back)
         return self._next if self.total is None or self._next < self.total else None
 
     @property
     def over(self) -> bool:
-        """All are closed."""
+        """Whether all batches are closed."""
         return self.candidate is None and not self._out
 
     @property
     def first_open(self) -> int:
-        """All below are closed."""
+        """The lowest batch that is not closed."""
         return min((self._next, *self._out, *self._back))
 
     def ready(self, lag: int | None) -> bool:
-        """May the candidate go to an explorer whose choice of tasks looks back so far (see
-        `ExploreGate.next_batch`)?
+        """Return whether the candidate may go to an explorer with this `lag` (see
+        `ExploreGate.next_batch`).
         """
         if (batch := self.candidate) is None or (
             self._max_inflight is not None and len(self._out) >= self._max_inflight
@@ -57,7 +58,7 @@ class Assignments:
         return lag is None or self.first_open >= batch - lag
 
     def take(self, owner: str) -> tuple[int, bool]:
-        """(the candidate, whether it was assigned before); it is with `owner` now."""
+        """Assign the candidate to `owner`; return (batch, whether it was assigned before)."""
         batch = self.candidate
         assert batch is not None, "asked only when ready"
         again = batch in self._back
@@ -70,20 +71,20 @@ class Assignments:
         self._out.pop(batch, None)
 
     def give_back(self, owner: str) -> list[int]:
-        """The batches of an explorer that has gone are assigned again."""
-        found = sorted(b for b, o in self._out.items() if o == owner)
-        for batch in found:
+        """Return the batches of a lost explorer to the pool."""
+        batches = sorted(b for b, o in self._out.items() if o == owner)
+        for batch in batches:
             del self._out[batch]
-        self._back.update(found)
-        return found
+        self._back.update(batches)
+        return batches
 
 
 class BatchAssigner:
-    """Assigns batches once there is `room(batch)` in the buffer and the weights let them begin
+    """Assigns a batch once the buffer has `room(batch)` and the weights allow it
     (`may_explore(batch)`).
 
-    Whoever asks first gets the next batch.  `waits` is told of every change and ends all waits with
-    the run.
+    Requests are served in order.  `waits` is notified of every change and ends all waits with the
+    run.
     """
 
     def __init__(
@@ -97,32 +98,30 @@ class BatchAssigner:
         self._room = room
         self._may_explore = may_explore
         self._waits = waits
-        self._turn = asyncio.Lock()  # the first to ask is the first to get one
+        self._turn = asyncio.Lock()  # serves requests in order
         self.finished = False
 
     async def next(
         self, owner: str, lag: int | None, check: Callable[[], object] = lambda: None
     ) -> Assignment | str:
-        """See `ExploreGate.next_batch`.  `check` raises where `owner` does not belong to the run
-        any more.
-        """
-        of = self.assignments
+        """See `ExploreGate.next_batch`.  `check` raises if `owner` no longer belongs to the run."""
+        assignments = self.assignments
         async with self._turn:
             while True:
                 await self._waits.without_deadline(
-                    lambda: self.finished or of.over or of.ready(lag)
+                    lambda: self.finished or assignments.over or assignments.ready(lag)
                 )
                 if self.finished:
                     return FINISHED
-                if (candidate := of.candidate) is None:
-                    return f"all {of.total} explore batches are in the buffer"
+                if (candidate := assignments.candidate) is None:
+                    return f"all {assignments.total} explore batches are in the buffer"
                 begins, version = await self._may_begin(candidate)
                 if not begins:
-                    continue  # one that comes before it was given back
+                    continue  # an earlier batch was returned
                 if version is None:
                     return FINISHED
                 check()
-                batch, again = of.take(owner)
+                batch, again = assignments.take(owner)
                 log.info(
                     "explore batch %d goes to explorer %s%s",
                     batch,
@@ -132,18 +131,18 @@ class BatchAssigner:
                 return Assignment(batch=batch, version=version, again=again)
 
     async def close(self, batch: int) -> None:
-        """All groups of `batch` are in the buffer."""
+        """Mark `batch` as closed: all its groups are in the buffer."""
         self.assignments.close(batch)
         await self._waits.changed()
 
     async def finish(self) -> None:
-        """The trainer is finished: no batch is assigned any more."""
+        """Assign no further batches, because the trainer is finished."""
         self.finished = True
         await self._waits.changed()
 
     async def _may_begin(self, batch: int) -> tuple[bool, Version | None]:
-        """Waits until the batch may begin (True, the version to expect) or another one is to be
-        assigned first (False).
+        """Wait until the batch may begin (True, expected version) or another batch has priority
+        (False).
         """
 
         async def may() -> Version | None:
@@ -153,9 +152,9 @@ class BatchAssigner:
         def other() -> bool:
             return self.finished or self.assignments.candidate != batch
 
-        async with race(may(), self._waits.without_deadline(other)) as (asked, _):
+        async with race(may(), self._waits.without_deadline(other)) as (answered, _):
             self._waits.raise_failure()
-            if self.finished and not asked.done():
+            if self.finished and not answered.done():
                 return True, None
             same = self.assignments.candidate == batch
-            return same, asked.result() if same and asked.done() else None
+            return same, answered.result() if same and answered.done() else None

@@ -1,11 +1,11 @@
-"""Plays one explore batch: its groups, what replaces rejected ones, operators, the append.  Knows
-neither the order nor other batches.
+"""Play one explore batch: its groups, replacements of rejected groups, operators, the append.
+Knows no other batch.
 
     group plays ─> version verified? ─> operators ─> append
                          └ rejected: the next candidate, until the refills are used up
 
-Invariant: each group is appended once, and only after every version that wrote it is verified or
-rejected.
+Invariant: each group is appended once, and only after every version that generated its tokens is
+verified or rejected.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class BatchRunner:
-    """What all batches of an explorer share while they play."""
+    """Plays the batches of one explorer with shared models, limits and buffer."""
 
     def __init__(
         self,
@@ -70,18 +70,19 @@ class BatchRunner:
             whole_groups=settings.whole_groups,
             stop_hopeless=settings.stop_hopeless,
             reproducible=settings.reproducible,
-            drawn=settings.drawn,
+            sampled=settings.sampled,
+            teacher_top=settings.teacher_top,
         )
         self.times = RunTimes(
             settings.max_timeout_s, settings.timeout_ratio, settings.timeout_warmup
         )
         self.breaker = Breaker(settings.breaker)
         self._verified: set[Version] = set()
-        self._noted: set[str] = set()  # kinds of rejection that were told
+        self._noted: set[str] = set()  # kinds of rejection already reported
 
     async def run(self, batch: Batch, order: TaskOrder) -> None:
-        """Fills every place of the batch.  Raises RunFailed (breaker) and what engine, gate and
-        buffer raise.
+        """Fill every place of the batch.  Raises RunFailed (breaker) and the errors of engine, gate
+        and buffer.
         """
         tasks = order.batch(batch.number)
 
@@ -100,7 +101,7 @@ class BatchRunner:
                     places.create_task(self._fill(batch, task, number))
 
     async def _fill(self, batch: Batch, task: Callable[[int], Task], first: int) -> None:
-        """Plays candidates for one place until one is accepted or the refills are used up."""
+        """Play candidates for one place until one is accepted or the refills are used up."""
         number: int | None = first
         while number is not None:
             async with self._acquired(
@@ -131,7 +132,7 @@ class BatchRunner:
             if group.reason and group.reason not in self._noted:
                 self._noted.add(group.reason)
                 note = (
-                    f"group {group.id} cannot be trained, {group.why}; all of its kind: `rft "
+                    f"group {group.id} cannot be trained, {group.detail}; all of its kind: `rft "
                     f"buffer stats`, rollout/groups/rejected"
                 )
                 record = MetricRecord(
@@ -152,8 +153,9 @@ class BatchRunner:
 
     @asynccontextmanager
     async def _acquired(self, batch: Batch, place: int | None) -> AsyncIterator[bool]:
-        """While a group plays, where groups are paced one by one.  `place` None: it replaces
-        another.  False: nothing more is trained.
+        """Hold the gate's permission for one group, if groups are paced individually.
+
+        `place` None: the group replaces another.  Yields False once training is over.
         """
         if not self._settings.by_group:
             yield True
@@ -166,14 +168,16 @@ class BatchRunner:
                 await self._gate.release_group()
 
     async def _play(self, batch: Batch, task: Task, number: int, first: bool) -> PlayedGroup:
-        left = task.num_runs if first else 0  # runs of the batch's first tasks that have not begun
+        waiting = (
+            task.num_runs if first else 0
+        )  # runs of the batch's first tasks that have not begun
 
         @asynccontextmanager
         async def slot(count: int) -> AsyncIterator[None]:
-            nonlocal left
+            nonlocal waiting
             async with self._slots.take(count):
-                began = min(count, left)
-                left -= began
+                began = min(count, waiting)
+                waiting -= began
                 batch.begun(began)
                 yield
 
@@ -194,11 +198,11 @@ class BatchRunner:
                 baseline=self._slots.take if s.baseline else None,
             )
         finally:
-            batch.begun(left)  # a group that was ended early has runs that never began
+            batch.begun(waiting)  # runs of a group that was ended early never began
 
     async def _store(self, group: PlayedGroup) -> PlayedGroup:
-        """Appends the group.  One that cannot be stored (values of its workflow, too large, no
-        token) becomes failed runs instead.
+        """Append the group; append failed runs instead if it cannot be stored (e.g. it is too large
+        or has no token).
         """
         try:
             await self._buffer.append(encoded(group), accepted=group.accepted, reason=group.reason)
@@ -212,8 +216,8 @@ class BatchRunner:
 async def after_operators(
     pipeline: ExperiencePipeline, played: PlayedGroup, metrics: list[Metric]
 ) -> PlayedGroup:
-    """The group after the operators, which add to `metrics`.  One that they cannot handle becomes
-    failed runs, with the traceback.
+    """Return the group after the operators, and add their metrics to `metrics`; if an operator
+    fails, return failed runs with its traceback.
     """
     if not pipeline.active:
         return played
@@ -225,12 +229,12 @@ async def after_operators(
         metrics.append(Metric("failed_count", len(played.runs), "sum"))
         return played.refused(str(e), reason="operator", traceback=e.traceback)
     metrics += done.metrics
-    return played.after(done.rows, accepted=done.accepted, reason=done.reason)
+    return played.with_rows(done.rows, accepted=done.accepted, reason=done.reason)
 
 
 def encoded(group: PlayedGroup) -> bytes:
-    """Raises FrameRejected for what a workflow put into messages, info or metrics and that is no
-    JSON.
+    """Encode the rows.  Raises FrameRejected if a workflow put non-JSON values into messages, info
+    or metrics.
     """
     try:
         return encode(group.rows)

@@ -1,8 +1,7 @@
-"""What shows in one explore batch that a policy collapses, or is paid for something else than its
-task: entropy, copies, length.
+"""Metrics of one explore batch that reveal a collapsing policy or reward hacking: entropy, copies,
+length.
 
-Knows groups as they were played; no history: what a change means is decided by
-`rft.monitor.alarms`.
+Knows the groups as played; no history: `rft.monitor.alarms` judges changes.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ import numpy as np
 from rft.taskset.near_duplicates import earlier, signatures
 from rft.workflow.group import PlayedGroup
 
-LONG_ANSWER = 16  # tokens from which on equal answers to different tasks are no coincidence
-LONGEST_COMPARED = 1024  # tokens of an answer, and answers of a batch, that are compared
+LONG_ANSWER = 16  # minimum tokens for which equal answers to different tasks are no coincidence
+LONGEST_COMPARED = 1024  # compared tokens per answer; MOST_COMPARED: compared answers per batch
 MOST_COMPARED = 512
 
 
 def collapse_metrics(groups: Sequence[PlayedGroup]) -> dict[str, float]:
-    """Names as in docs/reference/metrics.md; one that the batch says nothing about is left out."""
-    found = {
+    """Return metrics named as in docs/reference/metrics.md; undefined metrics are left out."""
+    shares = {
         "rollout/entropy": _entropy(groups),
         "rollout/copied_answers": _copied(groups),
         "rollout/reward_length_corr": _length_correlation(groups),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in shares.items() if value is not None}
 
 
 def _entropy(groups: Sequence[PlayedGroup]) -> float | None:
-    """Mean of -log-prob over sampled tokens, nats: its expectation is the entropy of what was
-    sampled from.
+    """Return the mean of -log-prob over sampled tokens in nats, an estimate of the sampling
+    entropy.
     """
     sampled = [
         r.logprobs[r.loss_mask]
@@ -46,7 +45,7 @@ def _entropy(groups: Sequence[PlayedGroup]) -> float | None:
 
 
 def _copied(groups: Sequence[PlayedGroup]) -> float | None:
-    """Share of tasks that have an answer which is nearly that of another task, among those with
+    """Return the share of tasks with an answer nearly equal to another task's, among tasks with
     long answers.
     """
     last = [(str(g.id), run.experiences[-1]) for g in groups for run in g.runs]
@@ -66,8 +65,8 @@ def _copied(groups: Sequence[PlayedGroup]) -> float | None:
 
 
 def _length_correlation(groups: Sequence[PlayedGroup]) -> float | None:
-    """Pearson's, of reward and response length (all rows of a run), each less the mean of its
-    group.
+    """Return Pearson's correlation of reward and response length (all rows of a run), each centred
+    within its group.
     """
     apart = []
     for g in groups:

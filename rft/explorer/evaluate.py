@@ -1,8 +1,8 @@
-"""Evaluation: held-out tasks played with their own sampling arguments, scored, reported, and never
-stored for training.
+"""Evaluation: play held-out tasks with their own sampling arguments, score and report them, and
+never store them for training.
 
-A run that fails has no score.  It is counted in eval/<taskset>/failed and left out of every mean,
-so a broken judge or workflow does not look like a worse model; if all runs of a taskset fail, the
+A failed run has no score.  It is counted in eval/<taskset>/failed and left out of every mean, so a
+broken judge or workflow does not look like a worse model; if all runs of a taskset fail, the
 program stops.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from statistics import fmean, pstdev, stdev
 from typing import Any
 
-from rft.engine.settings import ExternalSettings
+from rft.engine.settings import ExternalPolicyConfig
 from rft.errors import RunFailed
 from rft.explorer.rollout_metrics import lengths, response_tokens
 from rft.explorer.settings import ExplorerSettings
@@ -27,6 +27,7 @@ from rft.sync.waits import all_of
 from rft.taskset.base import Taskset
 from rft.taskset.open_source import open_taskset
 from rft.taskset.task_order import evaluation_order
+from rft.types.experience import Experience
 from rft.types.ids import GroupId, Version
 from rft.types.metrics import MetricRecord, reduce
 from rft.types.ports import ChatModel, Measured, MetricSink
@@ -38,14 +39,15 @@ from rft.workflow.play_run import RunLimits
 from rft.workflow.recipes import Recipes
 
 log = logging.getLogger(__name__)
-PASS = 1.0  # a run passes when its reward reaches this
+PASS = 1.0  # minimum reward of a passing run
 
 
 class Evaluator:
-    """Plays the evaluation tasksets under whatever weights the model serves, and reports.
+    """Plays the evaluation tasksets with the weights that the model currently serves, and reports
+    metrics.
 
-    `verified` is awaited for every version that wrote a token, before its numbers are reported;
-    where it says False, the taskset is played again.
+    Before reporting, `verified` is awaited for every version that generated a token; if it returns
+    False, the taskset is played again.
     """
 
     def __init__(
@@ -72,15 +74,17 @@ class Evaluator:
         self.tasksets = {t: evaluation_order(t) for t in map(open_taskset, settings.eval_tasksets)}
 
     async def announce(self, version: Version) -> None:
-        """Says that `version` is to be evaluated: its checkpoint stays until that is over."""
+        """Announce the evaluation of `version`, so that its checkpoint is kept until the evaluation
+        ends.
+        """
         values = {f"{self._prefix}/{t.settings.name}/due": 1.0 for t in self.tasksets}
         await self._sink.log(
             MetricRecord(role="eval", step=version.step, time=time.time(), values=values)
         )
 
     async def run(self, version: Version) -> dict[str, float]:
-        """Every taskset once, reported at the train step of `version`; what was reported."""
-        told: dict[str, float] = {}
+        """Play every taskset once, report at the train step of `version`, and return the metrics."""
+        metrics: dict[str, float] = {}
         for taskset, order in self.tasksets.items():
             name = taskset.settings.name
             began = time.monotonic()
@@ -92,7 +96,7 @@ class Evaluator:
             values = eval_metrics(
                 f"{self._prefix}/{name}", groups, taskset.settings.num_runs, played_s
             )
-            if self._verified is None:  # weights that stay as they are have no version
+            if self._verified is None:  # fixed weights have no version
                 values = {k: v for k, v in values.items() if "/model_version/" not in k}
             await self._sink.log(
                 MetricRecord(role="eval", step=version.step, time=time.time(), values=values)
@@ -100,8 +104,8 @@ class Evaluator:
             if self.settings.eval_samples != 0:
                 rows = sample_rows(groups, self.settings.eval_samples)
                 await self._sink.samples(f"{self._prefix}/{name}", version.step, rows)
-            told |= values
-        return told
+            metrics |= values
+        return metrics
 
     async def _all_verified(self, groups: Sequence[PlayedGroup]) -> bool:
         if self._verified is None:
@@ -113,14 +117,14 @@ class Evaluator:
     async def _play(
         self, taskset: Taskset, order: Sequence[int], version: Version
     ) -> list[PlayedGroup]:
-        """The tasks in this order, each `num_runs` times; in a deterministic run each time with the
-        same random numbers.
+        """Play the tasks in this order, each `num_runs` times, with the same random numbers in every
+        evaluation: two of them differ by their weights, not by chance.
         """
         s = self.settings
         name = taskset.settings.name
         done = 0
 
-        async def one(index: int) -> PlayedGroup:
+        async def play_task(index: int) -> PlayedGroup:
             nonlocal done
             task = taskset.task(index)
             group = await run_group(
@@ -130,9 +134,7 @@ class Evaluator:
                 GroupId(version.lineage, s.index, version.step, index),
                 limits=self._limits,
                 slot=lambda count: self._slots.take(count, behind=s.eval_in_background),
-                seed=(lambda run: seed_for(s.seed, "eval", name, index, run))
-                if s.deterministic
-                else None,
+                seed=lambda run: seed_for(s.seed, "eval", name, index, run),
                 request_prefix=f"{self._prefix}-{name}-",
                 models=self._models,
             )
@@ -140,7 +142,7 @@ class Evaluator:
             return group
 
         with works(lambda: f"evaluating {name}: {done} of {len(order)} tasks"):
-            return await all_of(*map(one, order))
+            return await all_of(*map(play_task, order))
 
 
 async def bench(
@@ -151,11 +153,11 @@ async def bench(
     *,
     models: Mapping[str, ChatModel] = NO_MODELS,
 ) -> dict[str, float]:
-    """Plays every evaluation taskset once and reports it as bench/<taskset>/... at the train step
-    of `version`; what was reported.
+    """Play every evaluation taskset once, report as bench/<taskset>/... at the train step of
+    `version`, and return the metrics.
 
-    Raises ConfigError and PluginError for what tasksets name, RunFailed if all runs of one ended
-    without a score.
+    Raises ConfigError and PluginError for names in tasksets, RunFailed if all runs of a taskset
+    ended without a score.
     """
     load_all(settings.plugin_dirs)
     recipes = Recipes()
@@ -169,31 +171,34 @@ async def bench(
         models=models,
     )
     for taskset in evaluator.tasksets:
-        recipes.of(taskset.task(0))
+        recipes.find(taskset.task(0))
     try:
         await recipes.prepare(models)
-        told = await evaluator.run(version)
+        metrics = await evaluator.run(version)
         if judges := judge_metrics.counts():
             await sink.log(
                 MetricRecord(role="eval", step=version.step, time=time.time(), values=judges)
             )
-        return told
+        return metrics
     finally:
         await recipes.close()
         await asyncio.to_thread(job_pool.close_all)
 
 
-async def spent(server: ExternalSettings, model: Measured, sink: MetricSink) -> dict[str, float]:
-    """What the answers of a server have taken, by its own count of tokens; reported as bench/...,
-    and returned.
+async def spent(
+    server: ExternalPolicyConfig, model: Measured, sink: MetricSink
+) -> dict[str, float]:
+    """Report the tokens and cost of a server's answers, by the server's own token counts, as
+    bench/..., and return them.
     """
     counted = reduce(await model.metrics())
-    asked = counted["engine/prompt_tokens"]
+    prompt_tokens = counted["engine/prompt_tokens"]
     written = counted["engine/generated_tokens"]
     cost = (
-        asked * server.price_per_1k_prompt_tokens + written * server.price_per_1k_completion_tokens
+        prompt_tokens * server.price_per_1k_prompt_tokens
+        + written * server.price_per_1k_completion_tokens
     ) / 1000
-    values = {"bench/prompt_tokens": asked, "bench/completion_tokens": written}
+    values = {"bench/prompt_tokens": prompt_tokens, "bench/completion_tokens": written}
     if server.price_per_1k_prompt_tokens or server.price_per_1k_completion_tokens:
         values["bench/cost_usd"] = cost
     await sink.log(MetricRecord(role="eval", step=0, time=time.time(), values=values))
@@ -203,12 +208,12 @@ async def spent(server: ExternalSettings, model: Measured, sink: MetricSink) -> 
 def eval_metrics(
     prefix: str, groups: Sequence[PlayedGroup], num_runs: int, wall_s: float
 ) -> dict[str, float]:
-    """Means over tasks, n runs each: std@n is the population standard deviation inside a task,
-    sem@n the standard error of mean@n over tasks, as a sample of them.
+    """Return means over tasks with n runs each: std@n is the population standard deviation within a
+    task, sem@n the standard error of mean@n over tasks as a sample.
 
-    best@k, worst@k and pass@k (a run scored >= 1) are what k runs drawn from the n of a task give
-    on average, exactly; k = 1, 2, 4, ... and n.  A task of which fewer than k runs have a score is
-    left out of these.  Raises RunFailed if no run was scored.
+    best@k, worst@k and pass@k (a run scored >= 1) are exact averages over k runs drawn from a
+    task's n; k = 1, 2, 4, ... and n.  Tasks with fewer than k scored runs are left out of these.
+    Raises RunFailed if no run was scored.
     """
     n = num_runs
     rows = [r for g in groups for r in g.rows]
@@ -216,14 +221,14 @@ def eval_metrics(
     scored = [g.rewards for g in groups if g.rewards]
     if not scored:
         bad = next((r for r in rows if r.status == "failed"), None)
-        why = (
+        text = (
             f"the first one: {bad.reason}\n{bad.info.get('traceback', '')}"
             if bad is not None
             else "none was scored; name a reward"
         )
         raise RunFailed(
             f"evaluation on {prefix.partition('/')[2]!r}: all {len(runs)} runs ended without a "
-            f"score; {why}"
+            f"score; {text}"
         )
     versions = [v.step for g in groups for v in g.versions]
     out = {
@@ -235,12 +240,13 @@ def eval_metrics(
             else {}
         ),
         **at_k(prefix, scored, n),
+        **_part_means(prefix, rows),
         f"{prefix}/tasks": float(len(groups)),
         f"{prefix}/runs": float(len(runs)),
         f"{prefix}/failed": float(sum(r.value is None for r in runs)),
         f"{prefix}/time": wall_s,
     }
-    if versions:  # a server tells of none
+    if versions:  # a server reports no versions
         out |= {
             f"{prefix}/model_version/min": float(min(versions)),
             f"{prefix}/model_version/max": float(max(versions)),
@@ -251,9 +257,18 @@ def eval_metrics(
     return out | lengths(prefix, sampled, list(map(response_tokens, sampled)))
 
 
+def _part_means(prefix: str, rows: Sequence[Experience]) -> dict[str, float]:
+    """Return the mean of each reward part over the rows that have it."""
+    parts: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.reward_parts.items():
+            parts.setdefault(name, []).append(value)
+    return {f"{prefix}/parts/{name}": fmean(values) for name, values in parts.items()}
+
+
 def at_k(prefix: str, scored: Sequence[Sequence[float]], n: int) -> dict[str, float]:
-    """best@k, worst@k and pass@k of tasks whose runs have these rewards, for k = 1, 2, 4, ... and
-    n.
+    """Return best@k, worst@k and pass@k of tasks from the rewards of their runs, for k = 1, 2, 4,
+    ... and n.
     """
     out: dict[str, float] = {}
     for k in sorted({n, *(1 << i for i in range(n.bit_length()))}):
@@ -268,23 +283,23 @@ def at_k(prefix: str, scored: Sequence[Sequence[float]], n: int) -> dict[str, fl
 
 
 def _best_at(rewards: Sequence[float], k: int) -> float:
-    """Mean of the maximum over all ways to draw k of the rewards: the i-th smallest is it in C(i -
-    1, k - 1) of them.
+    """Return the mean maximum over all ways to draw k of the rewards; the i-th smallest is the
+    maximum of C(i - 1, k - 1) draws.
     """
     ways = math.comb(len(rewards), k)
     return sum(math.comb(i, k - 1) / ways * r for i, r in enumerate(sorted(rewards)))
 
 
 def _pass_at(rewards: Sequence[float], k: int) -> float:
-    """1 - C(n - c, k) / C(n, k) with c of n runs that pass (arXiv:2107.03374)."""
+    """Return 1 - C(n - c, k) / C(n, k) with c of n runs passing (arXiv:2107.03374)."""
     n = len(rewards)
     passed = sum(r >= PASS for r in rewards)
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
 
 
 def sample_rows(groups: Sequence[PlayedGroup], limit: int | None = 64) -> list[dict[str, Any]]:
-    """A table for people of at most `limit` rows, first runs first: {task, run, prompt, answer,
-    truth, reward, status}.
+    """Return a readable table of at most `limit` rows, first runs first: {task, run, prompt,
+    answer, truth, reward, status}.
     """
     pairs = sorted(
         ((r.experiences[-1].id.run, g.task.index, r, g) for g in groups for r in g.runs),

@@ -1,11 +1,11 @@
-"""The exploring loop: batches are assigned, handed to the batch runner, closed and reported;
-evaluation in between.
+"""The exploring loop: get a batch, play it, close it, report it; evaluate in between.
 
     next batch ─> evaluate if due ─> tasks chosen ─> batch runner: groups play and are appended ─>
     close it ─> explored
 
-Knows neither trainer nor algorithm.  Invariant: a batch is closed after all its groups are
-appended, and after the batches that were assigned before it, except where it was assigned again.
+Knows neither trainer nor algorithm.
+Invariant: a batch is closed after all its groups are appended, and after all batches assigned
+before it, unless it was assigned again.
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class Explorer:
-    """Plays the explore batches that the gate assigns to it, from `cursor` on, under weights of
-    `lineage`.
-    """
+    """Plays the explore batches assigned by the gate, from `cursor` on, with weights of `lineage`."""
 
     def __init__(
         self,
@@ -66,10 +64,10 @@ class Explorer:
         sink: MetricSink,
         lineage: int,
         cursor: int = 0,
-        evaluates: bool = False,  # an earlier process of the run ended in an evaluation
+        evaluates: bool = False,  # an earlier process of the run ended during an evaluation
         models: Mapping[str, ChatModel] = NO_MODELS,
     ) -> None:
-        """Opens the tasksets and finds every workflow and reward they name.  Raises ConfigError,
+        """Open the tasksets and find all their workflows and rewards.  Raises ConfigError,
         PluginError.
         """
         load_all(settings.plugin_dirs)
@@ -95,7 +93,7 @@ class Explorer:
             models=models,
         )
         for taskset in (*self.order.tasksets, *self._evaluator.tasksets):
-            recipe = self._recipes.of(taskset.task(0))
+            recipe = self._recipes.find(taskset.task(0))
             if settings.baseline and taskset in self.order.tasksets:
                 refuse_group_reward(recipe, taskset.task(0))
         self.num_batches = settings.total_batches
@@ -116,17 +114,17 @@ class Explorer:
             lineage=lineage,
         )
         self._engines = engine_metrics(model, models)
-        # where a selector learns: of batches assigned again that are behind `order`
+        # with learning selectors: an own order for each reassigned batch that `order` has passed
         self._earlier: dict[int, TaskOrder] = {}
-        self._reported = cursor  # explore step
+        self._reported = cursor  # last reported explore step
         self._main = StoppableWork()
 
     async def run(self) -> None:
-        """Explores until the tasks are used up or the trainer is finished, then evaluates the final
+        """Explore until the tasks are used up or the trainer is finished, then evaluate the final
         weights.
 
-        Raises RunFailed (breaker, short batch, all of an evaluation failed) and what engine, gate
-        and buffer raise.
+        Raises RunFailed (breaker, short batch, failed evaluation) and the errors of engine, gate
+        and buffer.
         """
         try:
             await self._main.run(self._run)
@@ -134,8 +132,8 @@ class Explorer:
             await asyncio.to_thread(job_pool.close_all)
 
     async def stop(self) -> None:
-        """Ends `run` early.  Groups in flight are given up; they are not in the buffer, so a
-        resumed run plays them again.
+        """End `run` early.  Groups in flight are dropped; they are not in the buffer, so a resumed
+        run plays them again.
         """
         await self._main.stop()
 
@@ -149,7 +147,7 @@ class Explorer:
             version = await self._gate.wait_final()
             if self.settings.eval_at_end and await self._gate.evaluates():
                 await self._evaluator.run(version)
-                judges = judge_metrics.counts()  # with what this evaluation asked them
+                judges = judge_metrics.counts()  # includes the judge calls of this evaluation
                 if judges and self._evaluator.tasksets:
                     await self._sink.log(
                         MetricRecord(
@@ -164,23 +162,21 @@ class Explorer:
             for close in (self._pipeline.close, self._recipes.close):
                 try:
                     await close()
-                except (
-                    Exception
-                ) as e:  # of a plugin, perhaps; what went wrong before explains the end
+                except Exception as e:  # e.g. of a plugin; the earlier error explains the end
                     log.error("while closing: %s", e)
             if isinstance(error, BaseExceptionGroup):
                 raise _first(error) from None
             raise
 
     async def _explore(self) -> str:
-        """The loop.  Returns why it ended."""
-        held: defaultdict[int, list[StoredGroup]] = defaultdict(list)
+        """Run the loop; return why it ended."""
+        stored: defaultdict[int, list[StoredGroup]] = defaultdict(list)
         for group in await self._buffer.stored_groups(self._cursor):
-            held[group.batch].append(group)
+            stored[group.batch].append(group)
         rows = {t.settings.name: t.fingerprint for t in self.order.tasksets}
         rows |= {f"eval/{t.settings.name}": t.fingerprint for t in self._evaluator.tasksets}
-        if others := await self._buffer.same_tasksets(rows):
-            note = OTHER_ROWS.format(", ".join(others))
+        if changed := await self._buffer.check_taskset_fingerprints(rows):
+            note = OTHER_ROWS.format(", ".join(changed))
             await self._sink.log(
                 MetricRecord(
                     role="explorer",
@@ -200,26 +196,26 @@ class Explorer:
             next_batch = partial(
                 self._gate.next_batch, lag=lag, fingerprint=fingerprint, total=self.num_batches
             )
-            while isinstance(given := await next_batch(), Assignment):
-                b = given.batch
-                if given.again:
-                    held[b] = [g for g in await self._buffer.stored_groups(b) if g.batch == b]
+            while isinstance(assignment := await next_batch(), Assignment):
+                b = assignment.batch
+                if assignment.again:
+                    stored[b] = [g for g in await self._buffer.stored_groups(b) if g.batch == b]
                 if self._eval_due(b) or self._evaluates:
                     self._evaluates = False
-                    await self._evaluator.announce(given.version)
+                    await self._evaluator.announce(assignment.version)
                     if evaluation is not None:
                         await evaluation
-                    evaluation = tasks.create_task(self._evaluator.run(given.version))
+                    evaluation = tasks.create_task(self._evaluator.run(assignment.version))
                     if not self.settings.eval_in_background:
                         await evaluation
                 await self._learn(b)
-                batch = Batch(b, self.settings, held.pop(b, ()))
-                tasks.create_task(self._explore_batch(batch, None if given.again else before))
-                # else those after it, which may be needed first, would wait for it
-                if not given.again:
+                batch = Batch(b, self.settings, stored.pop(b, ()))
+                tasks.create_task(self._explore_batch(batch, None if assignment.again else before))
+                # later batches do not wait for a reassigned one, as they may be needed first
+                if not assignment.again:
                     before = batch
                 await batch.submitted.wait()
-            return given
+            return assignment
 
     def _order(self, tasksets: Sequence[Taskset]) -> TaskOrder:
         return TaskOrder(
@@ -227,24 +223,24 @@ class Explorer:
         )
 
     async def _learn(self, b: int) -> None:
-        """Selectors that learn hear, from the buffer alone, of every batch that the choice of batch
-        `b` depends on.
+        """Give learning selectors the stored outcomes of every batch on which the tasks of batch `b`
+        depend.
         """
         order = self.order
         end = self.order.horizon(b)
-        if order.learned > end:  # a batch that is assigned again, chosen by what was known then
+        if order.learned > end:  # a reassigned batch: choose with the knowledge of that time
             order = self._earlier[b] = self._order(order.tasksets)
         first = order.learned
         if first >= end:
             return
-        found: defaultdict[int, list[TaskOutcome]] = defaultdict(list)
+        outcomes: defaultdict[int, list[TaskOutcome]] = defaultdict(list)
         for outcome in await self._buffer.outcomes(first, end):
-            found[outcome.batch].append(outcome)
+            outcomes[outcome.batch].append(outcome)
         for n in range(first, end):
-            order.learn(n, found[n])
+            order.learn(n, outcomes[n])
 
     async def _explore_batch(self, batch: Batch, before: Batch | None) -> None:
-        """Plays one batch, waits for the batch before it, closes it and reports."""
+        """Play one batch, wait for the batch before it, close it and report."""
         await self._runner.run(batch, self._earlier.get(batch.number, self.order))
         if before is not None:
             await before.closed.wait()
@@ -252,7 +248,7 @@ class Explorer:
             await self._buffer.close_batch(
                 batch.number,
                 accepted=batch.accepted,
-                wanted=batch.size,
+                expected=batch.size,
                 reasons=dict(batch.reasons),
             )
             if batch.accepted < batch.size and self.settings.on_short_batch == "stop":
@@ -292,7 +288,7 @@ class Explorer:
         return s.eval_interval > 0 and b % s.eval_interval == 0
 
     def _short(self, batch: Batch) -> str:
-        reasons = ", ".join(f"{n} {why}" for why, n in batch.reasons.items())
+        reasons = ", ".join(f"{n} {reason}" for reason, n in batch.reasons.items())
         breaker = self._runner.breaker
         last = f"  The last failed run was {breaker.last}" if breaker.last else ""
         return (
@@ -300,13 +296,13 @@ class Explorer:
             f"trained ({reasons}), and all "
             f"{batch.max_refill} refills are used up.  Correct the workflow or reward, or make the "
             f"tasks easier, and raise "
-            f"buffer.max_refill, as groups with a reward are not played again; or set "
+            f"buffer.max_refill (only groups without a reward are played again); or set "
             f"buffer.on_short_batch to train or carry.{last}"
         )
 
 
 def _first(error: BaseException) -> BaseException:
-    """The first error that is not a group: task groups wrap what one of their tasks raised."""
+    """Return the first error inside nested exception groups, which task groups raise."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

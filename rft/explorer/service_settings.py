@@ -1,43 +1,88 @@
-"""What serving needs to know.  Torch-free."""
+"""Section `explorer.serve`: authorization and limits of a service, and how long a session waits for
+its reward.  Torch-free.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from rft.types.ids import MAX_REWARD
+from rft.schema import units
+from rft.schema.base import Diagnostics, Section, key, safe_key
 from rft.types.task import SamplingArgs
 
 
+class ServeConfig(Section):
+    """mode: serve.  A session is a run whose reward is posted by its client; clients open sessions
+    with their keys.
+    """
+
+    trainer_apart: bool = key(
+        False,
+        "Service and trainer are two commands on one Ray, mode: serve and mode: train; write true "
+        "in the files of both.  The service is "
+        "a part of the run that may come and go, as those of mode: explore are.",
+    )
+    clients_file: str | None = safe_key(
+        None,
+        "Keys of clients: lines of a name and the SHA-256 of its key, which `rft serve --new-key "
+        "NAME` makes.  Null: the key in the "
+        "environment variable RFT_SERVE_KEY alone; it counts beside a file, too.",
+    )
+    session_ttl: units.Seconds = safe_key(
+        3600.0,
+        "How long a session waits for its reward; then it is explained as unrewarded and never "
+        "trained.  A session may ask for less.",
+    )
+    session_may_reward: bool = safe_key(
+        False,
+        "Whether the key of a session, which its agent has, may reward and withdraw that session.  "
+        "False: only a client's key may.",
+    )
+    reward_range: tuple[float, float] | None = safe_key(
+        None,
+        "Lowest and highest reward that is taken, of a session or one of its messages; others are "
+        "refused.  Null: any.",
+    )
+    group_deadline: units.Seconds = safe_key(
+        600.0,
+        "Where runs of a client's task_id are compared: a group closes when algorithm.repeat_times "
+        "of them are rewarded, or so long after "
+        "its first reward.",
+    )
+    drain_timeout: units.Pause = safe_key(
+        10.0,
+        "Before one of several engines loads new weights: how long its requests may take to end, "
+        "while new ones go to the others.  "
+        "Then they are paused, and go on under the new weights.",
+    )
+    requests_per_minute: units.Requests = safe_key(6000, "Of each key.")
+    tokens_per_minute: units.Tokens = safe_key(
+        2_000_000,
+        "Of each key: prompts and answers, counted when an answer is there.",
+    )
+    max_concurrent: units.Requests = safe_key(512, "Requests of one key at the same time.")
+    max_sessions: int = safe_key(10_000, "Sessions of one client that wait.", unit="sessions", ge=1)
+
+    def rules(self, at: str, diagnostics: Diagnostics) -> None:
+        if self.reward_range is not None and not self.reward_range[0] < self.reward_range[1]:
+            diagnostics.error(
+                f"{at}.reward_range",
+                "must be the lowest reward, then a higher one, for example [0, 1]",
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
-class LimitSettings:
-    """What one key may take; a session has those of its own key, and counts for its client too."""
+class ServeRuntime:
+    """One HTTP service and the groups it produces."""
 
-    requests_per_minute: int = 6000
-    tokens_per_minute: int = 2_000_000  # prompt and answer, counted when the answer is there
-    max_concurrent: int = 512  # requests under way
-    max_sessions: int = 10_000  # of a client that wait at the same time
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeSettings:
-    """One HTTP service and what is learnt from it."""
-
+    config: ServeConfig = field(default_factory=ServeConfig)
     host: str = "127.0.0.1"
     port: int = 8010
-    # lines "NAME SHA256-OF-THE-KEY"; None: the key in RFT_SERVE_KEY alone
-    clients_file: Path | None = None
-    # names by the hashes of their keys, read by the command; None: read where it serves
+    # names by the hashes of their keys, read by the command; None: read by the service
     clients: Mapping[str, str] | None = None
-    session_ttl_s: float = 3600.0  # a session without a reward is given up then
-    # a group closes so long after its first reward, with what it has
-    group_deadline_s: float = 600.0
-    max_timeout_s: float = 1800.0  # that operators have for a group
-    # rewarded runs of a client's task_id that make a group; 1: runs are not compared
+    max_timeout_s: float = 1800.0  # time limit of operators for a group
+    # rewarded runs of a client's task_id per group; 1 = runs are not compared
     num_runs: int = 1
-    session_may_reward: bool = False  # also with its own key; and withdraw itself
-    reward_range: tuple[float, float] = (-MAX_REWARD, MAX_REWARD)
-    batch_size: int  # groups of an explore batch
+    batch_size: int  # groups per explore batch
     sampling: SamplingArgs = field(default_factory=SamplingArgs)
-    limits: LimitSettings = field(default_factory=LimitSettings)

@@ -1,9 +1,9 @@
-"""Where an explore batch stands: which groups it still needs, what was rejected, when it may be
-closed; what all share.  No IO.
+"""State of an explore batch (missing groups, rejections, closing), and limits shared by all
+batches.  No IO.
 
 A batch has `size` places.  Place i is filled by task i; each time its group is rejected, the next
-candidate is the task numbered `size` higher.  So which row replaces which does not depend on
-timing, and a resumed batch goes on with the same candidates.
+candidate is the task numbered `size` higher.  Replacements therefore do not depend on timing, and a
+resumed batch continues with the same candidates.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from rft.workflow.group import REJECTED_WEIGHTS, Ending, PlayedGroup
 
 
 class Batch:
-    """One explore batch in flight; the buffer has the groups `held` of it."""
+    """One explore batch in flight; `stored`: its groups that are already in the buffer."""
 
     def __init__(
-        self, number: int, settings: ExplorerSettings, held: Iterable[StoredGroup] = ()
+        self, number: int, settings: ExplorerSettings, stored: Iterable[StoredGroup] = ()
     ) -> None:
         s = settings
         self.number = number
@@ -39,28 +39,28 @@ class Batch:
         )
         self._wait_after_s = s.wait_after_s
         self._timer: asyncio.TimerHandle | None = None
-        # by this process, with their rewards from before the operators
+        # groups played by this process, with their rewards before the operators
         self.played: list[PlayedGroup] = []
-        self.pipeline: list[Metric] = []  # what operators reported
+        self.pipeline: list[Metric] = []  # metrics of the operators
         self.accepted = 0
         self.reasons: Counter[str] = Counter()
-        self.unplayed = False  # the trainer was finished before all of it began
-        self.submitted = asyncio.Event()  # every first run of every place has begun
+        self.unplayed = False  # the trainer finished before all groups began
+        self.submitted = asyncio.Event()  # set when the first run group of every place has begun
         self.closed = asyncio.Event()
         self.began = time.monotonic()
         self.max_refill = self._refills_left = (
             3 * s.batch_size if s.max_refill is None else s.max_refill
         )
-        self._held = {h.task: h.accepted for h in held}
+        self._stored = {h.task: h.accepted for h in stored}
         self._waiting = 0
 
     def first(self, place: int) -> int | None:
-        """The task number to play first at `place`: what the buffer holds is not played again.
-        None = nothing (more) to play.
+        """Return the task number to play first at `place`, skipping stored groups; None = nothing
+        to play.
         """
         number: int | None = place
-        while number is not None and number in self._held:
-            if self._held[number]:
+        while number is not None and number in self._stored:
+            if self._stored[number]:
                 self._accept()
                 return None
             self.reasons["held"] += 1
@@ -68,16 +68,16 @@ class Batch:
         return number
 
     def after(self, number: int) -> int | None:
-        """The task number that replaces the rejected `number`; None when the refills are used up or
-        the batch has ended.
+        """Return the task number that replaces the rejected `number`; None when the refills are
+        used up or the batch has ended.
         """
-        if self._refills_left == 0 or self.ending.why:
+        if self._refills_left == 0 or self.ending.reason:
             return None
         self._refills_left -= 1
         return number + self.size
 
     def add(self, group: PlayedGroup, played: PlayedGroup) -> None:
-        """`group` is stored; it was `played` before operators had it."""
+        """Count the stored `group`; `played` is the group before the operators."""
         self.played.append(replace(played, accepted=group.accepted, reason=group.reason))
         if group.accepted:
             self._accept()
@@ -93,13 +93,13 @@ class Batch:
             )
 
     def close(self) -> None:
-        """It is complete: the next batch may be closed."""
+        """Mark the batch as complete, so that the next batch may be closed."""
         if self._timer is not None:
             self._timer.cancel()
         self.closed.set()
 
     def expect(self, runs: int) -> None:
-        """`runs` runs will begin; the batch counts as submitted when they all have."""
+        """Set the number of runs that will begin; the batch is submitted once all have begun."""
         self._waiting = runs
         if runs == 0:
             self.submitted.set()
@@ -110,7 +110,7 @@ class Batch:
             self.submitted.set()
 
     def __str__(self) -> str:
-        """How far it is, for people."""
+        """Describe the progress of the batch."""
         rejected = f", {sum(self.reasons.values())} rejected" if self.reasons else ""
         return f"explore step {self.number + 1}: {self.accepted} of {self.size} groups{rejected}"
 
@@ -120,27 +120,23 @@ class Batch:
 
 
 class Breaker:
-    """Stops a run in which nothing works: `limit` groups in a row whose runs all failed, or none of
-    which got a reward.
-    """
+    """Stops a run after `limit` consecutive groups whose runs all failed, or without any reward."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._row = 0
-        self.last = ""  # what the last failed run said
+        self.last = ""  # description of the last failed run
 
     def see(self, group: PlayedGroup) -> None:
-        """Raises RunFailed, with the traceback of user code, at the limit."""
+        """Raise RunFailed at the limit, with the traceback of user code."""
         if group.reason in ("over_rollout", REJECTED_WEIGHTS):
-            return  # it was slow, or its weights were broken; its workflow is not
+            return  # slow runs or broken weights are not errors of the workflow
         failures = [r for r in group.rows if r.status == "failed"]
         if group.reason == "unscored":
-            self.last = f"{group.rows[0].id}: {group.why}"
-        elif (
-            failures
-        ):  # a run that was ended because others of its task had failed does not say why
-            told = next((r for r in failures if not r.reason.startswith("ended: ")), failures[0])
-            self.last = f"{told.id}: {told.reason}\n{told.info.get('traceback', '')}"
+            self.last = f"{group.rows[0].id}: {group.detail}"
+        elif failures:  # prefer a run that was not ended because others of its task failed
+            failure = next((r for r in failures if not r.reason.startswith("ended: ")), failures[0])
+            self.last = f"{failure.id}: {failure.reason}\n{failure.info.get('traceback', '')}"
         if not group.wholly_failed and group.reason != "unscored":
             self._row = 0
             return
@@ -154,11 +150,11 @@ class Breaker:
 
 
 class RunTimes:
-    """How long a run may take: `max_s`, or after `warmup` batches `ratio` times the mean of all
-    runs so far, if that is less.
+    """Time limit of a run: `max_s`, or after `warmup` batches `ratio` times the mean of all runs so
+    far if that is less.
 
-    A run that passed its deadline counts with the time that it had; else the limit would sink from
-    batch to batch.
+    A timed-out run counts with its elapsed time; otherwise the limit would shrink from batch to
+    batch.
     """
 
     def __init__(self, max_s: float, ratio: float | None, warmup: int) -> None:
@@ -175,7 +171,7 @@ class RunTimes:
         return min(self._max_s, self._ratio * self._total_s / self._runs)
 
     def see(self, groups: Iterable[PlayedGroup]) -> None:
-        """The groups of one batch that is over."""
+        """Add the groups of a finished batch."""
         self._batches += 1
         for run in (r for g in groups for r in g.runs):
             if not run.failed or run.ended == "timeout":
@@ -184,9 +180,7 @@ class RunTimes:
 
 
 class Slots:
-    """Room for `limit` runs at a time.  Who came first goes first, except that those who ask with
-    `behind` let all others pass.
-    """
+    """Semaphore for `limit` concurrent runs: FIFO, but requests with `behind` wait for all others."""
 
     def __init__(self, limit: int) -> None:
         self.limit = self.free = limit
@@ -194,14 +188,14 @@ class Slots:
 
     @property
     def waiting(self) -> int:
-        """Runs that wait for room."""
+        """Number of runs that wait for a slot."""
         return sum(
             ticket.count for line in self._lines for ticket in line if not ticket.turn.done()
         )
 
     @asynccontextmanager
     async def take(self, count: int = 1, *, behind: bool = False) -> AsyncIterator[None]:
-        """Room for `count` runs at once; more than there is counts as all there is."""
+        """Hold `count` slots at once, at most `limit`."""
         count = min(count, self.limit)
         if self.free >= count and not self._lines[0] and not (behind and self._lines[1]):
             self.free -= count
@@ -231,7 +225,7 @@ class Slots:
         for line in self._lines:
             while line and (line[0].turn.done() or line[0].count <= self.free):
                 ticket = line.popleft()
-                if not ticket.turn.done():  # else its run was cancelled
+                if not ticket.turn.done():  # otherwise its run was cancelled
                     self.free -= ticket.count
                     ticket.turn.set_result(None)
             if line:

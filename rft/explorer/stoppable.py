@@ -1,6 +1,6 @@
-"""Work that another task may end early, as a service or an explorer is stopped.
+"""Work that another task may end early, such as a service or an explorer.
 
-Invariant: `stop` makes `run` return; a cancelled caller of `run` is cancelled once the work has
+Invariant: `stop` makes `run` return; a cancelled caller of `run` is cancelled after the work has
 ended.
 """
 
@@ -12,14 +12,14 @@ from typing import Any
 
 
 class StoppableWork:
-    """One piece of work, begun at most once."""
+    """One piece of work, started at most once."""
 
     def __init__(self) -> None:
         self._work: asyncio.Task[None] | None = None
         self._stopping = False
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Raises what the work raises; nothing begins after `stop`."""
+        """Run the work and raise its errors; after `stop` nothing starts."""
         if self._stopping:
             return
         self._work = asyncio.create_task(work())
@@ -28,12 +28,12 @@ class StoppableWork:
         except asyncio.CancelledError:
             if not self._stopping:
                 self._work.cancel()
-                # nobody is there to hear what else went wrong
+                # further errors have no receiver
                 await asyncio.gather(self._work, return_exceptions=True)
                 raise
 
     async def stop(self) -> None:
-        """Returns when the work has ended."""
+        """Stop the work and return when it has ended."""
         self._stopping = True
         if self._work is not None:
             self._work.cancel()

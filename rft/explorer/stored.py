@@ -1,4 +1,4 @@
-"""Stored answers scored with a reward: what `rft bench --input` does.  Knows no engine.
+"""Score stored answers with a reward, for `rft bench --input`.  Knows no engine.
 
 Invariant: an answer that cannot be scored is counted and left out of every mean; it never counts as
 0.
@@ -30,13 +30,13 @@ from rft.workflow.recipes import Recipe, Recipes
 
 @dataclass(frozen=True)
 class Scored:
-    """One row: the rewards of its answers, None where one could not be scored, and the first reason
-    why.
+    """One row: the rewards of its answers (None = not scorable), and the reason of the first
+    failure.
     """
 
     source: str
     rewards: tuple[float | None, ...]
-    why: str = ""
+    reason: str = ""
 
 
 async def score_stored(
@@ -48,10 +48,10 @@ async def score_stored(
     max_concurrent: int,
     models: Mapping[str, ChatModel] = NO_MODELS,
 ) -> list[Scored]:
-    """Scores column `response_key` (a text, or a list of texts) of every row; `group_key` is the
-    column that results are split by.
+    """Score column `response_key` (a text, or a list of texts) of every row; results are split by
+    column `group_key`.
 
-    Raises ConfigError for a row without these answers and for a taskset that names no reward.
+    Raises ConfigError for a row without answers and for a taskset without a reward.
     """
     recipes = Recipes()
     room = asyncio.Semaphore(max_concurrent)
@@ -59,15 +59,15 @@ async def score_stored(
         (task, _answers(task, response_key)) for task in map(taskset.task, range(len(taskset)))
     ]
 
-    async def one(task: Task, answers: Sequence[str]) -> Scored:
-        found = lookup(task.row, group_key)
-        source = task.taskset if found is ABSENT else str(found)
+    async def score_task(task: Task, answers: Sequence[str]) -> Scored:
+        group = lookup(task.row, group_key)
+        source = task.taskset if group is ABSENT else str(group)
         async with room:
             return await _row(task, await recipes.get(task), answers, source, timeout_s)
 
     try:
         await recipes.prepare(models)
-        return list(await asyncio.gather(*(one(task, answers) for task, answers in tasks)))
+        return list(await asyncio.gather(*(score_task(task, answers) for task, answers in tasks)))
     finally:
         await recipes.close()
         await asyncio.to_thread(job_pool.close_all)
@@ -84,47 +84,46 @@ async def _row(
         )
     results = await scored_or_not(reward, task, [transcript(task, a) for a in answers], timeout_s)
     first = next((r for r in results if isinstance(r, Exception)), None)
-    why = "" if first is None else f"row {task.index}: {type(first).__name__}: {first}"
-    return Scored(source, tuple(r.value if isinstance(r, Score) else None for r in results), why)
+    reason = "" if first is None else f"row {task.index}: {type(first).__name__}: {first}"
+    return Scored(source, tuple(r.value if isinstance(r, Score) else None for r in results), reason)
 
 
 async def scored_or_not(
-    reward: Reward, task: Task, said: Sequence[Transcript], timeout_s: float
+    reward: Reward, task: Task, transcripts: Sequence[Transcript], timeout_s: float
 ) -> list[Score | Exception]:
-    """For each run its score, or why it has none.  Raises RftError (a model is gone, a budget is
-    used up).
+    """Return each run's score, or the exception that prevented it.  Raises RftError (a lost model,
+    an exhausted budget).
     """
     results: Sequence[Score | BaseException]
     if reward.whole_group:
-        (whole,) = await asyncio.gather(
-            score_group(reward, task, said, timeout_s=timeout_s), return_exceptions=True
+        (scores,) = await asyncio.gather(
+            score_group(reward, task, transcripts, timeout_s=timeout_s), return_exceptions=True
         )
-        results = [whole] * len(said) if isinstance(whole, BaseException) else whole
+        results = [scores] * len(transcripts) if isinstance(scores, BaseException) else scores
     else:
         results = await asyncio.gather(
-            *(score(reward, task, t, timeout_s=timeout_s) for t in said), return_exceptions=True
+            *(score(reward, task, t, timeout_s=timeout_s) for t in transcripts),
+            return_exceptions=True,
         )
     for result in results:
         if isinstance(result, RftError) or not isinstance(result, Exception | Score):
-            raise result  # an error of rft, or this is being cancelled
+            raise result  # an error of rft, or cancellation
     return list(results)  # type: ignore[arg-type]
 
 
 def _answers(task: Task, key: str) -> list[str]:
-    found = lookup(task.row, key)
-    answers = [found] if isinstance(found, str) else found
+    column = lookup(task.row, key)
+    answers = [column] if isinstance(column, str) else column
     if (
         not isinstance(answers, list | tuple)
         or not answers
         or not all(isinstance(a, str) for a in answers)
     ):
-        given = (
-            f"has no column {key!r}; it has {', '.join(map(str, task.row))}"
-            if found is ABSENT
-            else f"{key!r} is {found!r:.80}"
-        )
+        problem = f"{key!r} is {column!r:.80}"
+        if column is ABSENT:
+            problem = f"has no column {key!r}; it has {', '.join(map(str, task.row))}"
         raise ConfigError(
-            f"row {task.index} {given}; a text or a list of texts is needed",
+            f"row {task.index} {problem}; a text or a list of texts is needed",
             key="--response-key",
             given=key,
         )
@@ -132,7 +131,9 @@ def _answers(task: Task, key: str) -> list[str]:
 
 
 def transcript(task: Task, text: str) -> Transcript:
-    """The answer as if it had been sampled.  It has no tokens: rewards that count tokens see 0."""
+    """Return the answer as a sampled transcript.  It has no tokens: rewards that count tokens see
+    0.
+    """
     empty = np.zeros(0, np.int32)
     completion = Completion(
         prompt_tokens=empty,
@@ -148,32 +149,32 @@ def transcript(task: Task, text: str) -> Transcript:
 
 
 def summary(rows: Sequence[Scored]) -> dict[str, dict[str, float]]:
-    """By source, and for "all": {rows, answers, unscored, mean, pass_rate, best@k, worst@k,
-    pass@k}.
+    """Return metrics by source and for "all": {rows, answers, unscored, mean, pass_rate, best@k,
+    worst@k, pass@k}.
 
-    `mean` is over rows of the mean over their scored answers; at-k numbers are given where every
-    row has as many answers.
+    `mean` averages rows over the mean of their scored answers; at-k metrics require the same number
+    of answers in every row.
     """
     by_source: defaultdict[str, list[Scored]] = defaultdict(list)
     for row in rows:
         by_source[row.source].append(row)
     if len(by_source) > 1:
         by_source["all"] = list(rows)
-    return {source: _numbers(found) for source, found in by_source.items()}
+    return {source: _numbers(scores) for source, scores in by_source.items()}
 
 
 def _numbers(rows: Sequence[Scored]) -> dict[str, float]:
     scored: list[list[float]] = [[x for x in r.rewards if x is not None] for r in rows]
-    whole = [r for r in scored if r]
+    complete = [r for r in scored if r]
     answers = sum(len(r.rewards) for r in rows)
     out: dict[str, Any] = {
         "rows": float(len(rows)),
         "answers": float(answers),
         "unscored": float(answers - sum(map(len, scored))),
     }
-    if whole:
-        out["mean"] = fmean(fmean(r) for r in whole)
-        out["pass_rate"] = fmean(fmean(x >= PASS for x in r) for r in whole)
+    if complete:
+        out["mean"] = fmean(fmean(r) for r in complete)
+        out["pass_rate"] = fmean(fmean(x >= PASS for x in r) for r in complete)
     if len(counts := {len(r.rewards) for r in rows}) == 1 and (n := counts.pop()) > 1:
-        out |= {name.removeprefix("/"): value for name, value in at_k("", whole, n).items()}
+        out |= {name.removeprefix("/"): value for name, value in at_k("", complete, n).items()}
     return out

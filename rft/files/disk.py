@@ -1,8 +1,7 @@
-"""Small files read within a bound, written whole or not at all, and the one name of a disk that is
-full.
+"""Bounded reads, atomic writes, and one error for a full disk.
 
-Knows nothing of what files mean.  Invariant: a reader never waits for a pipe or a device, and never
-sees half a file.
+Knows no contents of files.  Invariant: a reader never waits for a pipe or a device, and never sees
+half a file.
 """
 
 from __future__ import annotations
@@ -21,13 +20,16 @@ REMEDY = (
     "command then goes on from the last checkpoint"
 )
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_PIECE = 1 << 16  # bytes that are read at once in search of a line's end
-# of libraries that hide the number
+_PIECE = 1 << 16  # bytes read at once in search of a line's end
+# messages of libraries that hide errno
 _FULL_TEXTS = ("No space left on device", "Disk quota exceeded", "File too large")
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A plain file, to read.  Raises OSError saying what it is instead."""
+    """Open a regular file for reading.
+
+    Raises OSError naming any other kind.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
@@ -39,11 +41,12 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """The content of a plain file of at most `most` bytes.  Raises OSError saying what it is
-    instead, or that it is larger.
+    """Read a regular file of at most `most` bytes.
+
+    Raises OSError for other kinds, or larger ones.
     """
     with open_regular(path) as file:
-        data = file.read(most + 1)  # files of /proc say that they have no bytes
+        data = file.read(most + 1)  # files of /proc report size 0
     if len(data) > most:
         raise OSError(
             errno.EINVAL,
@@ -54,7 +57,7 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def write_whole(path: Path, data: str | bytes, *, mode: int = 0o600) -> None:
-    """Written aside, fsynced, renamed."""
+    """Write a file atomically: write aside, fsync, rename."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(aside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -68,24 +71,22 @@ def write_whole(path: Path, data: str | bytes, *, mode: int = 0o600) -> None:
 
 
 def drop_cut_line(file: FileIO | BinaryIO) -> int:
-    """Truncates `file`, open for reading and writing, after its last end of a line; how many bytes
-    a crash had left there.
-    """
+    """Truncate `file` (open for reading and writing) after its last newline; return bytes cut."""
     at = size = file.seek(0, os.SEEK_END)
-    found = -1
-    while at > 0 and found < 0:
+    newline = -1
+    while at > 0 and newline < 0:
         start = max(0, at - _PIECE)
         file.seek(start)
-        found = file.read(at - start).rfind(b"\n")
+        newline = file.read(at - start).rfind(b"\n")
         at = start
-    whole = at + found + 1
-    if whole < size:
-        file.truncate(whole)
-    return size - whole
+    end = at + newline + 1
+    if end < size:
+        file.truncate(end)
+    return size - end
 
 
 def sync_path(path: Path) -> None:
-    """A file's bytes, or the names in a folder, survive a power loss."""
+    """Make a file's bytes, or a folder's names, survive a power loss."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -94,16 +95,16 @@ def sync_path(path: Path) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether this error, or one that caused it, says that no space is left."""
+    """Whether this error, or a cause of it, is a full disk."""
     return _fullness(error) is not None
 
 
 def _fullness(error: BaseException) -> BaseException | None:
-    """The first, of this error and those that caused it, that says so."""
-    seen: set[int] = set()
+    """Return the first error in the chain of causes that is a full disk."""
+    visited: set[int] = set()
     at: BaseException | None = error
-    while at is not None and id(at) not in seen:
-        seen.add(id(at))
+    while at is not None and id(at) not in visited:
+        visited.add(id(at))
         if (
             isinstance(at, DiskFull)
             or (isinstance(at, OSError) and at.errno in FULL)
@@ -115,21 +116,16 @@ def _fullness(error: BaseException) -> BaseException | None:
 
 
 def full(error: BaseException, what: str = "") -> DiskFull:
-    """The same as the one error that a full disk is; `what` was being written, where the error does
-    not name it.
-    """
-    found = _fullness(error) or error
-    if isinstance(found, DiskFull):
-        return found
-    name = (
-        str(found.filename) if isinstance(found, OSError) and found.filename is not None else what
-    )
-    said = (
-        found.strerror
-        if isinstance(found, OSError) and found.strerror
-        else str(found).strip().splitlines()[0]
-    )
-    return DiskFull(f"{name or 'a file of the run'} cannot be written: {said}.  {REMEDY}")
+    """Convert to DiskFull; `what` was being written, if the error names no file."""
+    cause = _fullness(error) or error
+    if isinstance(cause, DiskFull):
+        return cause
+    name = what or "a file of the run"
+    reason = str(cause).strip().splitlines()[0]
+    if isinstance(cause, OSError):
+        name = name if cause.filename is None else str(cause.filename)
+        reason = cause.strerror or reason
+    return DiskFull(f"{name} cannot be written: {reason}.  {REMEDY}")
 
 
 def _kind(mode: int) -> str:

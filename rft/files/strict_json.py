@@ -1,13 +1,14 @@
-"""JSON of files that others have written: read without surprises, or refused in one sentence.
+"""Strict parsing of JSON from foreign files.
 
-Knows nothing of what the values mean.  Invariant: what comes out can be nested, printed and written
-again; every key counted once.
+Knows no meaning of values.  Invariant: parsed values have bounded depth, unique keys, and can be
+written again.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from typing import Any
 
 MAX_DEPTH = 100
@@ -15,8 +16,9 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text.  Raises ValueError (JSONDecodeError with its place, where the text
-    is no JSON).
+    """Parse a JSON text.
+
+    Raises ValueError (JSONDecodeError with its position for a syntax error).
     """
     try:
         value = json.loads(text, object_pairs_hook=no_key_twice)
@@ -53,10 +55,13 @@ def _refuse_depth(value: Any) -> None:
 
 
 def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The hook of `json.loads` for objects.  Raises ValueError where a key is written twice."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+    """Hook of `json.loads` for objects.
+
+    Raises ValueError for a repeated key.
+    """
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key in counts if counts[key] > 1)
         raise ValueError(f"the key {twice!r} is written twice")
-    return made
+    return result

@@ -1,7 +1,6 @@
-"""`mode: bench`: which weights are evaluated, their evaluation, and the table of what came out.
+"""`mode: bench`: choose weights, evaluate them, and print a table.
 
-Invariant: a checkpoint whose files are not what its manifest says is refused by name, never
-evaluated.
+Invariant: a checkpoint that does not match its manifest is refused by name, never evaluated.
 """
 
 from __future__ import annotations
@@ -18,75 +17,71 @@ from rft.launch.rundir import RunDir
 from rft.launch.runtime import Parts, PartSpec, Runtime, engine_specs, explorer_specs
 from rft.launch.signals import Signals
 from rft.launch.start import checkpoints
-from rft.trainer import manifest as manifests
+from rft.trainer.checkpoint import manifest as manifests
 from rft.types.ids import Version
 
-BASE = Version(1, 0)  # the model of model.model_path: what a run has before its first step
+BASE = Version(1, 0)  # the model of model.model_path
 Results = list[tuple[Version, dict[str, float]]]
 
 
 @dataclass(frozen=True)
 class Target:
-    """Weights to evaluate: a checkpoint's folder, or None: the base model."""
+    """Weights to evaluate: a checkpoint folder; None: the base model."""
 
     version: Version
     checkpoint: Path | None = None
 
 
 def targets(plan: Plan) -> list[Target]:
-    """The base model (explorer.eval_on_startup), then the checkpoints by step: all, or the newest
-    one.
+    """Return the base model (explorer.eval_on_startup), then checkpoints by step: all or the newest.
 
-    They are those of this run's folder, or of the run or the single checkpoint that
-    resume_from_path names. Raises ConfigError where nothing is left to evaluate, CheckpointInvalid
-    for a checkpoint that is damaged.
+    Checkpoints are those of this run's folder or of resume_from_path.  Raises ConfigError without
+    any target, CheckpointInvalid for a damaged checkpoint.
     """
     if plan.engines[0].external is not None:
         return [Target(BASE)]
-    given = plan.resume_from_path
-    own = plan.run_dir / "checkpoints"
-    found = [
+    source = plan.resume_from_path
+    folder = plan.run_dir / "checkpoints"
+    saved = [
         manifests.read(folder)
-        for folder in (manifests.committed(own) if given is None else checkpoints(given))
+        for folder in (manifests.committed(folder) if source is None else checkpoints(source))
     ]
     if plan.explorer.bench_latest:
-        found = sorted(found, key=lambda m: m.version)[-1:]
-    made = [Target(BASE)] if plan.explorer.eval_on_startup else []
-    made += [Target(m.version, m.folder) for m in sorted(found, key=lambda m: m.version.step)]
-    if not made:
+        saved = sorted(saved, key=lambda m: m.version)[-1:]
+    result = [Target(BASE)] if plan.explorer.eval_on_startup else []
+    result += [Target(m.version, m.folder) for m in sorted(saved, key=lambda m: m.version.step)]
+    if not result:
         raise ConfigError(
-            f"there is no checkpoint in {own}; write explorer.eval_on_startup: true to evaluate "
+            f"there is no checkpoint in {folder}; write explorer.eval_on_startup: true to evaluate "
             f"the base "
             "model, name the run whose checkpoints are meant (project, group, name), or write "
             "resume_from_path",
             key="mode",
             given="bench",
         )
-    return made
+    return result
 
 
 @contextmanager
 def plan_for(plan: Plan, target: Target) -> Iterator[Plan]:
-    """The plan with engines that serve the weights of `target`; what has no model folder is put
-    together meanwhile.
-    """
-    found = target.checkpoint
+    """Yield the plan with engines that serve `target`, whose missing model folder is assembled."""
+    checkpoint = target.checkpoint
     adapter = None if plan.learner.lora is None else plan.learner.lora.path
-    if found is None and adapter is None:
+    if checkpoint is None and adapter is None:
         yield _serving(plan, None)
         return
-    if found is not None and any((found / "huggingface").glob("*.safetensors")):
-        yield _serving(plan, found / "huggingface")
+    if checkpoint is not None and any((checkpoint / "huggingface").glob("*.safetensors")):
+        yield _serving(plan, checkpoint / "huggingface")
         return
-    from rft.trainer.hf_folder import assemble, assemble_first
+    from rft.trainer.checkpoint.hf_folder import assemble, assemble_first
 
-    folder = plan.run_dir / "bench" / ("base" if found is None else found.name)
+    folder = plan.run_dir / "bench" / ("base" if checkpoint is None else checkpoint.name)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        if found is not None:
-            assemble(found / "trainer", folder)
-        elif adapter is not None:  # what a run that starts from it has before its first step
+        if checkpoint is not None:
+            assemble(checkpoint / "trainer", folder)
+        elif adapter is not None:  # the base model of a run that starts from it
             assemble_first(plan.learner, Path(adapter), folder)
         yield _serving(plan, folder)
     finally:
@@ -94,7 +89,7 @@ def plan_for(plan: Plan, target: Target) -> Iterator[Plan]:
 
 
 def _serving(plan: Plan, folder: Path | None) -> Plan:
-    """Weights are whole, an adapter's added to them."""
+    """Return the plan with engines that serve complete weights, adapters merged."""
     engines = tuple(
         replace(
             e,
@@ -108,28 +103,29 @@ def _serving(plan: Plan, folder: Path | None) -> Plan:
 
 
 async def evaluate(plan: Plan, rundir: RunDir, runtime: Runtime) -> Results:
-    """Plays the evaluation tasksets under all targets, each with fresh engines in the same places.
-    Raises as `modes.run` does.
+    """Evaluate all targets on the evaluation tasksets, each with new engines on the same seats.
+
+    Raises as `modes.run`.
     """
     with Signals() as signals:
-        found = targets(plan)
+        weights = targets(plan)
         async with runtime.open(plan, rundir, signals) as parts:
             try:
-                return await signals.guard(parts.supervised(_evaluate(plan, parts, found)))
+                return await signals.guard(parts.supervised(_evaluate(plan, parts, weights)))
             finally:
                 await parts.end(graceful=False)
 
 
-async def _evaluate(plan: Plan, parts: Parts, found: Sequence[Target]) -> Results:
+async def _evaluate(plan: Plan, parts: Parts, weights: Sequence[Target]) -> Results:
     results: Results = []
     await parts.reserve(engines=True, trainer=False)
     await parts.start([PartSpec("coordinator", "monitor", (plan,)), *explorer_specs(plan)])
-    for target in found:
+    for target in weights:
         with plan_for(plan, target) as served:
             engines = engine_specs(served)
             await parts.start(engines)
-            explorer = parts.made["explorer"]
-            monitor = parts.made["coordinator"]
+            explorer = parts.by_name["explorer"]
+            monitor = parts.by_name["coordinator"]
             results.append(
                 (
                     target.version,
@@ -142,21 +138,19 @@ async def _evaluate(plan: Plan, parts: Parts, found: Sequence[Target]) -> Result
 
 
 def table(results: Sequence[tuple[Version, Mapping[str, float]]]) -> str:
-    """One line for each checkpoint, one column for each number at k of each taskset, and what a
-    server's answers cost.
-    """
-    names = list(
-        dict.fromkeys(n for _, told in results for n in told if "@" in n or n == "bench/cost_usd")
-    )
-    heads = ["step", *(n.removeprefix("bench/") for n in names)]
-    rows = [
-        [
-            "base" if v.step == 0 else str(v.step),
-            *("-" if (x := told.get(n)) is None else f"{x:.4f}" for n in names),
-        ]
-        for v, told in results
+    """Format one line per checkpoint, with each metric at k and the cost of a server's answers."""
+    names = [
+        n
+        for _, values in results
+        for n in values
+        if "@" in n or "/parts/" in n or n == "bench/cost_usd"
     ]
-    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
+    names = list(dict.fromkeys(names))
+    rows = [["step", *(n.removeprefix("bench/") for n in names)]]
+    for version, values in results:
+        cells = (f"{values[n]:.4f}" if n in values else "-" for n in names)
+        rows.append(["base" if version.step == 0 else str(version.step), *cells])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in [heads, *rows]
+        "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows
     )

@@ -1,12 +1,12 @@
-"""The Ray that a run uses, its own on this machine or one that is there, and who sits where on it.
+"""The Ray of a run, local or joined, and the placement of actors on it.
 
-A local Ray listens on 127.0.0.1 only, asks for a token, keeps its files in one temporary folder and
-takes everything with it when it ends.  Must be called before anything imports ray: the settings are
-read at import.
+A local Ray listens on 127.0.0.1 only, requires a token, keeps its files in one temporary folder and
+ends with all its processes.  `Cluster.connect` must run before anything imports ray, which reads its
+settings at import.
 
 Order of placement: explorer engines (tensor parallel inside one node), then auxiliary models, then
-the trainer's ranks, neighbours on one node.  `rft check` judges the declared cluster with
-`placement`; `rft run` judges the real one and reserves exactly those places.
+the trainer's ranks, neighbours on one node.  `rft check` applies `placement` to the declared
+cluster, `rft run` to the real one, where it reserves exactly these places.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _LOCAL = {
     # otherwise Ray replaces 127.0.0.1 by the routable address
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "token",
-    # engines and trainer are the work of this machine, not background jobs
+    # engines and trainer are no background jobs
     "RAY_worker_niceness": "0",
     "RAY_worker_register_timeout_seconds": "600",  # a worker may import an engine first
     # every actor has its own environment, so prestarted workers are never used
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
-    "RAY_enable_metrics_collection": "0",  # nothing reads them; the program has metrics of its own
+    "RAY_enable_metrics_collection": "0",  # unused
     "RAY_event_stats": "0",
 }
 _ALWAYS = {
@@ -58,17 +58,20 @@ _ALWAYS = {
 }
 _STARTS_LATE = "timed out during startup"
 _OBJECT_STORE_BYTES = 256 << 20
-_STOPPED_S = 15.0  # of a process of a Ray that is starting
+_STOPPED_S = 15.0  # limit for a stopped process while Ray starts
 _SHUTDOWN_S = 5.0
-# Ray opens its folder and its sockets to everybody; the folder around it is the account's
+# Ray's folder and sockets are open to all accounts; the folder around it is private
 _RAYS = "ray"
-_ATTEMPT_S = 10.0  # before seats are dealt anew to the GPUs that are free by then
+_ATTEMPT_S = 10.0  # between two attempts to place seats on free GPUs
 _NODE_ID = "ray.io/node-id"  # the label that Ray gives every node
 _SOCKET_PATH_LIMIT = 60  # unix socket paths end at 107 bytes, Ray adds up to 45
 
 
 class Cluster:
-    """A connected Ray.  `close` disconnects, and ends it and removes its files if it is ours."""
+    """A connected Ray.
+
+    `close` disconnects, and ends a local Ray and removes its files.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -86,16 +89,15 @@ class Cluster:
     ) -> Cluster:
         """Join the Ray at `address`, or start one here.
 
-        A local Ray is told of `num_cpus` CPUs, else of the machine's and at least 8; `num_gpus`
-        declares GPUs instead of counting them (tests).  `timeline`: it keeps the events of each
-        call, which `timeline` writes.
+        A local Ray has `num_cpus` CPUs (default: the machine's, at least 8); `num_gpus` declares GPUs
+        instead of counting them (tests).  `timeline`: keep events for `Cluster.timeline`.
         """
         os.environ.update(_ALWAYS)
         if address is None:
             os.environ.update(
                 _LOCAL, RAY_task_events_report_interval_ms="1000" if timeline else "0"
             )
-            # kept: Ray reads it once in a process
+            # not replaced: Ray reads it once per process
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
             learn_secrets([os.environ["RAY_AUTH_TOKEN"]])
         try:
@@ -108,7 +110,7 @@ class Cluster:
         if address is not None:
             try:
                 host, _, port = address.rpartition(":")
-                # where nothing listens, Ray's library would try for a quarter of an hour
+                # without a listener, Ray's library would try for a quarter of an hour
                 if port.isdecimal():
                     socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
                 joined = in_daemon(
@@ -143,9 +145,7 @@ class Cluster:
         return cluster
 
     def _start(self, folder: Path, **resources: int | None) -> None:
-        """Ray waits only 30 s for its own processes, too short on a busy machine: it gets three
-        attempts.
-        """
+        """Start Ray in three attempts: its own wait of 30 s is too short on a busy machine."""
         import ray
 
         before = psutil.Process().children(recursive=True)
@@ -157,7 +157,7 @@ class Cluster:
             try:
                 with _quiet_sigint(), _without_unused():
                     ray.init(
-                        address="local",  # whatever RAY_ADDRESS says
+                        address="local",  # ignore RAY_ADDRESS
                         **resources,
                         include_dashboard=False,
                         _temp_dir=str(folder),
@@ -168,46 +168,42 @@ class Cluster:
                     )
                 return
             except Exception as e:
-                late = bool(failed) or _STARTS_LATE in str(e)  # Ray raises a bare Exception for it
+                late = bool(failed) or _STARTS_LATE in str(e)  # Ray raises a bare Exception
                 if not late and not isinstance(e, OSError | RuntimeError | ValueError):
                     raise
                 if not late or not attempts_left:
-                    why = f"{failed[0]} while Ray starts" if failed else e
-                    raise SetupError(f"Ray could not be started on this machine: {why}") from e
+                    reason = f"{failed[0]} while Ray starts" if failed else e
+                    raise SetupError(f"Ray could not be started on this machine: {reason}") from e
             finally:
                 over.set()
                 self._processes = [
                     p for p in psutil.Process().children(recursive=True) if p not in before
                 ]
                 self.watched.add(self._processes)
-            why = (
+            reason = (
                 failed[0]
                 if failed
                 else "Ray did not start within its limit of 30 s (is the machine busy?)"
             )
-            log.warning("%s; starting it again", why)
+            log.warning("%s; starting it again", reason)
             _kill(self._processes)
             ray.shutdown()
 
     def _end_failed(
         self, before: Sequence[psutil.Process], failed: list[str], over: threading.Event
     ) -> None:
-        """Ends a Ray that starts once one of its processes has ended or hangs: `ray.init` could
-        wait for it for ever.
-        """
+        """End a starting Ray once one of its processes ends or hangs; `ray.init` may wait for ever."""
         me = psutil.Process()
         while not over.wait(LOOK_S):
             started = [p for p in me.children(recursive=True) if p not in before]
             self.watched.add(started)
-            if why := self.watched.failed(_STOPPED_S):
-                failed.append(why)
+            if reason := self.watched.failed(_STOPPED_S):
+                failed.append(reason)
                 _kill(started)
                 return
 
     def timeline(self, path: Path) -> None:
-        """Write what every process of Ray did when, in the trace format of Chrome, whole or not at
-        all.
-        """
+        """Write events of Ray's processes atomically in Chrome's trace format."""
         import ray
 
         aside = path.with_suffix(".tmp")
@@ -215,8 +211,9 @@ class Cluster:
         aside.replace(path)
 
     def close(self) -> None:
-        """Raises RayFailed where a Ray of others does not let go of this process, which cannot end
-        in the usual way then.
+        """Leave or end Ray.
+
+        Raises RayFailed if a joined Ray does not release this process.
         """
         import ray
 
@@ -225,30 +222,29 @@ class Cluster:
             _kill(self.watched.stopped())
         ended = in_daemon(ray.shutdown)
         if not wait([ended], _SHUTDOWN_S).done:
-            why = self.watched.trouble() or "Ray does not answer"
-            log.warning("%s: no end within %.0f s", why, _SHUTDOWN_S)
+            reason = self.watched.trouble() or "Ray does not answer"
+            log.warning("%s: no end within %.0f s", reason, _SHUTDOWN_S)
             if self._folder is not None:
                 _kill(self._processes)
             if not wait([ended], _SHUTDOWN_S).done:
-                raise RayFailed(f"{why}, so this process cannot leave it")
+                raise RayFailed(f"{reason}, so this process cannot leave it")
         ended.result()
         if self._folder is None:
             return
         _end(self._processes)
-        gone = self._folder.with_suffix(".gone")
+        removed = self._folder.with_suffix(".gone")
         with suppress(FileNotFoundError):
-            # so that a worker that ends late cannot write a file into what is being removed
-            self._folder.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+            # a worker that ends late must not write into a folder being removed
+            self._folder.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
         log.info("Ray stopped in %.1f s", time.monotonic() - started)
 
 
 @contextmanager
 def _without_unused() -> Iterator[None]:
-    """Ray starts without the parts that nothing here uses: they scale a cluster, copy logs to a
-    driver, and serve a dashboard.
+    """Start Ray without its autoscaler, log monitor and dashboard, for which it has no option.
 
-    It has no option for that.  Each takes processor time, and `ray.init` waits for the last.
+    Each takes processor time, and `ray.init` waits for the last.
     """
     from ray._private.node import Node
 
@@ -271,9 +267,7 @@ def _nothing(node: Any, **options: Any) -> None: ...
 
 
 def _no_dashboard(node: Any, **options: Any) -> None:
-    """Ray's agent asks for the address once a second until it gets one, and writes each failure
-    down.
-    """
+    """Store an address: Ray's agent polls for it each second and logs every failure."""
     node.get_gcs_client().internal_kv_put(b"dashboard", b"127.0.0.1:0", True, b"dashboard")
 
 
@@ -285,7 +279,7 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def _end(processes: list[psutil.Process]) -> None:
-    """Wait for processes that should be ending; after five seconds make them."""
+    """Wait five seconds for processes to end, then kill them."""
     _, alive = psutil.wait_procs(processes, timeout=5)
     for process in alive:
         log.warning("process %d did not exit; killing it", process.pid)
@@ -294,7 +288,7 @@ def _end(processes: list[psutil.Process]) -> None:
 
 @contextmanager
 def _quiet_sigint() -> Iterator[None]:
-    """Children started inside do not receive Ctrl-C: this process decides when they end."""
+    """Block SIGINT for children started inside: this process ends them."""
     old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -304,13 +298,13 @@ def _quiet_sigint() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Seat:
-    """One actor's place: `gpus` devices of one node."""
+    """Place of one actor: `gpus` devices of one node."""
 
     role: str  # "engine" | "auxiliary" | "trainer"
     index: int
     gpus: int
-    node: int  # number of the node in the declared or real cluster
-    host: int | None = None  # a rank: the engine whose GPUs it shares
+    node: int  # index in the declared or real cluster
+    host: int | None = None  # of a rank: engine whose GPUs it shares
 
 
 def placement(
@@ -321,23 +315,21 @@ def placement(
     *,
     shared: bool = False,
 ) -> list[Seat]:
-    """Seats for all engines, auxiliary models (GPUs of each of their engines) and trainer ranks.
+    """Place all engines, auxiliary models (GPUs of each of their engines) and trainer ranks.
 
-    `shared`: the ranks sit on the engines' GPUs, in their order, and on GPUs of their own when
-    there are more of them.
-
-    Raises SetupError when the cluster is too small, naming role and numbers.
+    `shared`: ranks use the engines' GPUs in their order, then free ones.  Raises SetupError naming
+    role and numbers if the cluster is too small.
     """
     free = list(gpus_per_node)
     placed: list[Seat] = []
 
     def refuse(role: str, index: int, gpus: int) -> SetupError:
         ranks = learner.world_size if learner is not None and learner.device == "cuda" else 0
-        wanted = sum(e.gpus for e in engines) + sum(auxiliary) + (0 if shared else ranks)
+        needed = sum(e.gpus for e in engines) + sum(auxiliary) + (0 if shared else ranks)
         return SetupError(
             f"{role} {index} needs {gpus} GPU(s) on one node, but the nodes have {free} left of "
             f"{gpus_per_node}. "
-            f"The plan needs {wanted} GPUs in all ({len(engines)} engine(s), {len(auxiliary)} "
+            f"The plan needs {needed} GPUs in all ({len(engines)} engine(s), {len(auxiliary)} "
             f"auxiliary, {ranks} trainer rank(s)); "
             "lower explorer.rollout_model.engine_num or tensor_parallel_size, set device: cpu, or "
             "use a larger cluster."
@@ -368,26 +360,24 @@ def placement(
 
 
 def _neighbours(free: list[int], learner: LearnerSettings) -> list[int]:
-    """Return the node of each free GPU, ordered so that ranks of one FSDP or Ulysses group share
-    it.
-    """
-    left = list(free)
+    """Return the node of each free GPU; ranks of an FSDP or Ulysses group share a node."""
+    remaining = list(free)
     most_free_first = sorted(range(len(free)), key=lambda n: -free[n])
     sizes = {learner.world_size, learner.fsdp_size, learner.sequence_parallel, 1} - {-1}
     dealt: list[int] = []
     for together in sorted(sizes, reverse=True):
         for node in most_free_first:
-            count = left[node] // together * together
+            count = remaining[node] // together * together
             dealt += [node] * count
-            left[node] -= count
+            remaining[node] -= count
     return dealt
 
 
 class Places:
-    """Reserved seats of a connected Ray; gives actor options per seat.
+    """Reserved seats of a connected Ray, with actor options per seat.
 
-    `shown`: GPUs of the engines whose GPUs ranks share.  Ray counts those as the ranks', so the
-    engine is told which they are.
+    `shown`: devices of engines whose GPUs are shared with ranks.  Ray assigns these GPUs to the
+    ranks, so an engine gets them by its environment.
     """
 
     def __init__(
@@ -398,7 +388,7 @@ class Places:
         self._shown = shown or {}
 
     def options(self, role: str, index: int) -> dict[str, Any]:
-        """Ray actor options that put the actor on its seat."""
+        """Return Ray actor options for a seat."""
         seat = next(s for s in self.seats if (s.role, s.index) == (role, index))
         if seat.gpus == 0:
             return {"num_gpus": 0}
@@ -407,15 +397,15 @@ class Places:
         strategy = PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=_bundle(self.seats, seat)
         )
-        told = role == "engine" and index in self._shown
+        shown = role == "engine" and index in self._shown
         return {
             "num_cpus": 0,
-            "num_gpus": 0 if told else seat.gpus,
+            "num_gpus": 0 if shown else seat.gpus,
             "scheduling_strategy": strategy,
         }
 
     def env(self, role: str, index: int) -> dict[str, str]:
-        """Environment of the actor on this seat."""
+        """Return environment variables for a seat."""
         return (
             {"CUDA_VISIBLE_DEVICES": self._shown[index]}
             if role == "engine" and index in self._shown
@@ -424,7 +414,7 @@ class Places:
 
 
 def _bundle(seats: Sequence[Seat], seat: Seat) -> int:
-    """Its number among the bundles of the placement group."""
+    """Return the index of a seat among the bundles of the placement group."""
     holder = (
         seat
         if seat.host is None
@@ -434,9 +424,7 @@ def _bundle(seats: Sequence[Seat], seat: Seat) -> int:
 
 
 def here() -> dict[str, Any]:
-    """Ray actor options that put it beside the process that asks, on whose disks and in whose
-    memory its work lies.
-    """
+    """Return Ray actor options for this machine, whose disk and memory hold the run."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -445,9 +433,9 @@ def here() -> dict[str, Any]:
 
 
 async def reserve(seats_on: Callable[[list[int]], list[Seat]], timeout_s: float = 60.0) -> Places:
-    """Reserve the seats that `seats_on` deals to the nodes' free GPUs, each on exactly its node.
+    """Reserve the seats that `seats_on` places on the nodes' free GPUs.
 
-    Raises SetupError when the cluster is too small, or other jobs do not free enough GPUs in time.
+    Raises SetupError if the cluster is too small, or other jobs free too few GPUs in time.
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -457,14 +445,14 @@ async def reserve(seats_on: Callable[[list[int]], list[Seat]], timeout_s: float 
         try:
             seats = seats_on([free for _, free in nodes.values()])
         except SetupError:
-            # GPUs of other jobs may become free meanwhile
+            # other jobs may free GPUs meanwhile
             seats = seats_on([total for total, _ in nodes.values()])
-        wanted = [s for s in seats if s.gpus and s.host is None]
-        if not wanted:
+        reserved = [s for s in seats if s.gpus and s.host is None]
+        if not reserved:
             return Places(seats, None)
         ids = list(nodes)
-        bundles = [{"GPU": s.gpus} for s in wanted]
-        labels = [{_NODE_ID: ids[s.node]} for s in wanted]
+        bundles = [{"GPU": s.gpus} for s in reserved]
+        labels = [{_NODE_ID: ids[s.node]} for s in reserved]
         group = await answer(
             "reserve GPUs", placement_group, bundles, "PACK", bundle_label_selector=labels
         )
@@ -475,10 +463,10 @@ async def reserve(seats_on: Callable[[list[int]], list[Seat]], timeout_s: float 
             )
             break
         except TimeoutError:
-            # other GPUs may be free by now
+            # other GPUs may be free now
             await answer("give GPUs back", remove_placement_group, group)
             if left_s <= _ATTEMPT_S:
-                gpus = sum(s.gpus for s in wanted)
+                gpus = sum(s.gpus for s in reserved)
                 raise SetupError(
                     f"the cluster did not reserve {gpus} GPUs within {timeout_s:.0f} s; other jobs "
                     f"hold them"
@@ -505,7 +493,7 @@ def gpus_of_nodes() -> dict[str, tuple[int, ...]]:
 
 
 async def _devices(seats: list[Seat], group: Any, engine: int, timeout_s: float) -> str:
-    """The GPUs of an engine's bundle, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs of an engine's bundle as in CUDA_VISIBLE_DEVICES."""
     import ray
 
     seat = next(s for s in seats if (s.role, s.index) == ("engine", engine))
@@ -514,10 +502,10 @@ async def _devices(seats: list[Seat], group: Any, engine: int, timeout_s: float)
         **options
     )
     try:
-        found: str = await asyncio.wait_for(await answer("start a task", look.remote), timeout_s)
+        devices: str = await asyncio.wait_for(await answer("start a task", look.remote), timeout_s)
     except TimeoutError:
         raise RayFailed(
             f"Ray did not say within {timeout_s:.0f} s which GPUs engine {engine} has"
         ) from None
-    assert len(found.split(",")) == seat.gpus, found
-    return found
+    assert len(devices.split(",")) == seat.gpus, devices
+    return devices

@@ -1,8 +1,7 @@
-"""The coordinator of a run: monitor, synchronizer, and the explorers that join with their engines,
-get batches, leave or die.
+"""The coordinator of a run: monitor and synchronizer; explorers join it, get batches, leave or die.
 
-Every run has one, and at least one explorer.  Invariant: a batch is assigned again only after the
-process that had it is gone.
+Every run has a coordinator, and at least one explorer.  Invariant: a batch is assigned again only
+after the process that had it has ended.
 """
 
 from __future__ import annotations
@@ -29,64 +28,65 @@ from rft.monitor.alarms import LOGGED, Alarms
 from rft.monitor.monitor import FILE as METRICS
 from rft.monitor.monitor import Monitor
 from rft.monitor.read import MetricTail
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import SyncRuntime
 from rft.sync.synchronizer import Synchronizer
 from rft.sync.waits import Waits
-from rft.trainer.checkpoints import Evaluations
+from rft.trainer.checkpoint.checkpoints import Evaluations
 from rft.types.metrics import Metric, MetricRecord
 from rft.types.ports import Assignment, Engine, Scorer, Sender, WeightManifest
 from rft.worker.waiting import idles
 
 log = logging.getLogger(__name__)
-KEPT = 500  # records, for those who follow the run; all of them are in metrics.jsonl
+KEPT = 500  # newest records in memory, for followers; metrics.jsonl has all
 
 
 class Joined(Struct, frozen=True, kw_only=True):
-    """What an explorer gets that has joined: `member` tells it from others of its name, before and
-    after.
-    """
+    """Reply to an explorer that joined; `member` is its number."""
 
     member: int
     start: Start
-    engines: tuple[int, ...]  # their numbers
+    engines: tuple[int, ...]  # numbers of its engines
     evaluates: bool  # an evaluation was due when the earlier process of the run ended
 
 
 class MonitorPart:
-    """All that a run without exploration needs of a coordinator."""
+    """The coordinator of a run without exploration."""
 
     def __init__(self, plan: Plan) -> None:
-        self.monitor = Monitor(plan.monitor)
-        self._alarms = Alarms(plan.monitor.alarms, RULES)
+        self.monitor = Monitor(plan.monitor, plan.tracked_run)
+        self._alarms = Alarms(plan.monitor.alarms.model_dump(), RULES)
         self._evaluations = Evaluations()  # of earlier processes
-        self._take_history(plan.monitor.folder / METRICS)
+        self._take_history(plan.tracked_run.folder / METRICS)
         self._records: deque[MetricRecord] = deque(maxlen=KEPT)
-        self._num_records = 0  # with those that are not kept any more
+        self._num_records = 0  # including dropped ones
         self._news = asyncio.Condition()
 
     def _take_history(self, path: Path) -> None:
-        """What an earlier process of this run has measured, as far as that can be read."""
+        """Resume alarms and evaluations from the metrics of earlier processes; skip damaged lines."""
         tail = MetricTail(path)
-        self._alarms.resume(map(self._evaluations.take, tail.new()))
+        self._alarms.resume(map(self._evaluations.add, tail.new()))
         for problem in tail.problems:
             log.warning("alarms know nothing of this line: %s", problem)
 
     async def fail(self, reason: BaseException) -> None:
-        """Never waits."""
+        """Do nothing: no call waits."""
 
     async def log(self, record: MetricRecord) -> None:
-        """Raises RunFailed for an alarm that is to stop the run; it is logged before."""
+        """Log a record and its alarms.
+
+        Raises RunFailed for an alarm that stops the run.
+        """
         await self._log(record)
-        for found in self._alarms.see(record):
-            log.warning("%s", found.text())
+        for alarm in self._alarms.see(record):
+            log.warning("%s", alarm.text())
             await self._log(
                 structs.replace(
-                    record, values={f"{LOGGED}{found.name}": 1.0}, notes=(found.text(),)
+                    record, values={f"{LOGGED}{alarm.name}": 1.0}, notes=(alarm.text(),)
                 )
             )
-            if self._alarms.stops(found):
+            if self._alarms.stops(alarm):
                 raise RunFailed(
-                    f"{found.text()}  monitor.alarms.{found.name} is stop, so the run ends; the "
+                    f"{alarm.text()}  monitor.alarms.{alarm.name} is stop, so the run ends; the "
                     f"same command resumes it from its last "
                     "checkpoint, and this alarm is not raised again"
                 )
@@ -105,9 +105,7 @@ class MonitorPart:
             self._news.notify_all()
 
     async def records(self, after: int, *, wait: bool = True) -> tuple[int, list[MetricRecord]]:
-        """How many there were, and those from number `after` on, the last KEPT of them at most;
-        `wait`: until there is one.
-        """
+        """Return (total, records after number `after`, at most KEPT); `wait`: for a new one."""
         async with self._news:
             await self._news.wait_for(lambda: not wait or self._num_records > after)
             new = min(max(0, self._num_records - after), len(self._records))
@@ -118,11 +116,11 @@ class MonitorPart:
 
 
 class Coordinator(MonitorPart):
-    """`buffer` says when there is room for a batch; `node` is the machine of the trainer's first
-    rank.
+    """Coordinator of a run with exploration.
 
-    `restarts`: engines that died can be given a new process.  Calls of explorers begin with who
-    asks: a name and a member number.
+    `buffer` limits batches by its room; `node` is the machine of the trainer's first rank.
+    `restarts`: dead engines can get a new process.  Calls of explorers begin with their name and
+    member number.
     """
 
     def __init__(
@@ -140,14 +138,17 @@ class Coordinator(MonitorPart):
         self._start = start
         self._node = node
         self._engines: dict[int, Any] = {}
-        self._waits = Waits(plan.sync.timeout_s)
-        self._members = Membership(self._waits, plan.cluster.stall_timeout_s, self._gone, self.fail)
+        self._waits = Waits(plan.sync.sync_timeout)
+        self._members = Membership(
+            self._waits, plan.cluster.stall_timeout_s, self._departed, self.fail
+        )
         self.sync = Synchronizer(
             plan.sync,
+            plan.sync_runtime,
             (),
             scorer,
             schedule(plan, start),
-            probe_prompts(plan.learner.model_path, plan.sync.canary_prompts, plan.seed),
+            probe_prompts(plan.learner.model_path, plan.sync_runtime.canary_prompts, plan.seed),
             start.version,
             restart=(lambda index: self._engines[index].restart()) if restarts else None,
             sender=cast(Sender, scorer),
@@ -159,7 +160,7 @@ class Coordinator(MonitorPart):
         )
         self._fingerprint = ""
         self._evaluator = ""
-        # later ones come again by themselves
+        # later evaluations are repeated with their steps
         self._evaluates = any(step <= start.step for _, step in self._evaluations.due)
         sync = self.sync
         self.wait_for_demand = sync.wait_for_demand
@@ -169,8 +170,7 @@ class Coordinator(MonitorPart):
         self.wait_final = sync.wait_final
         self.revive = sync.revive
 
-    # ------------------------------------------------------------ the trainer's side; see
-    # `ports.WeightSync`
+    # ------------------------------------------------------------ for the trainer (`WeightSync`)
 
     async def publish(self, manifest: WeightManifest) -> list[Metric]:
         metrics = await self.sync.publish(manifest)
@@ -183,21 +183,19 @@ class Coordinator(MonitorPart):
         return metrics
 
     async def step_finished(self, step: int, *, finished: bool = False) -> bool:
-        wanted = await self.sync.step_finished(step, finished=finished)
+        demanded = await self.sync.step_finished(step, finished=finished)
         if finished:
             await self._assigner.finish()
-        return wanted
+        return demanded
 
     # ------------------------------------------------------------ explorers come and go
 
     async def welcome(self, name: str, config: Mapping[str, Any]) -> None:
-        """May explorer `name`, started with `config`, join?  Raises ConfigErrors with what differs
-        from this run's, or SetupError.
-        """
+        """Raise ConfigErrors or SetupError unless explorer `name`, started with `config`, may join."""
         self._waits.raise_failure()
-        if found := differences(self._plan.monitor.config, config):
+        if differing := differences(self._plan.tracked_run.config, config):
             raise ConfigErrors(
-                [ConfigError(text, key=key, given=given) for key, given, text in found]
+                [ConfigError(text, key=key, given=value) for key, value, text in differing]
             )
         if config.get("mode") == "serve":  # two services would answer for the same sessions
             await self._members.check_alone()
@@ -209,21 +207,20 @@ class Coordinator(MonitorPart):
         nodes: Sequence[str],
         engines: Sequence[Any],
         process: Any,
-        way: SyncSettings,
+        runtime: SyncRuntime,
     ) -> Joined:
-        """Explorer `name` counts from now on; its engines, on `nodes`, serve the newest verified
-        version, where there is one.
+        """Add explorer `name`; its engines, on `nodes`, load the newest verified version, if any.
 
-        `process`: tells whether an explorer that may come and go lives; None: it belongs to the run
-        from beginning to end. `way`: how weights come to its engines, as far as they decide it.
+        `process`: proxy to watch an explorer that may leave; None: it stays until the end.
+        `runtime`: its engines' workers and broadcast backend.
         """
         self._waits.raise_failure()
-        self._check_way(name, nodes, way)
+        self._check_transport(name, nodes, runtime)
         await self._members.check_name(name)
         with self._members.joining(name):
             joining = cast("Sequence[Engine]", engines)
             numbers = await self.sync.join(
-                name, joining, way.workers, may_leave=process is not None
+                name, joining, runtime.workers, may_leave=process is not None
             )
         if process is not None and not self.sync.owned(name):
             raise RunFailed(
@@ -240,33 +237,35 @@ class Coordinator(MonitorPart):
         self._evaluates = False
         return Joined(member=member.number, start=self._start, engines=numbers, evaluates=evaluates)
 
-    def _check_way(self, name: str, nodes: Sequence[str], way: SyncSettings) -> None:
-        sync = self._plan.sync
-        if sync.method == "memory" and (far := sorted(set(nodes) - {self._node})):
+    def _check_transport(self, name: str, nodes: Sequence[str], runtime: SyncRuntime) -> None:
+        method = self._plan.sync.sync_method
+        backend = self._plan.sync_runtime.backend
+        if method == "memory" and (far := sorted(set(nodes) - {self._node})):
             raise SetupError(
                 f"sync_method memory works inside one machine: the trainer is on {self._node}, "
                 f"engines of explorer {name} on "
                 f"{', '.join(far)}.  Write sync_method: checkpoint, with checkpoint_root_dir on a "
                 f"file system that all share"
             )
-        if sync.method == "nccl" and sync.backend == "nccl" != way.backend:
+        if method == "nccl" and backend == "nccl" != runtime.backend:
             raise SetupError(
                 f"sync_method nccl broadcasts from GPU to GPU here, and the engines of explorer "
                 f"{name} are on CPUs; give it GPUs, or "
                 "write sync_method: checkpoint"
             )
 
-    async def leave(self, name: str, number: int, why: str) -> None:
-        """Explorer `name` ends, well (`why` is empty) or not.  Its batches are assigned again when
-        its process is gone.
+    async def leave(self, name: str, number: int, reason: str) -> None:
+        """Remove explorer `name`; a non-empty `reason` marks a failure.
+
+        Its batches are assigned again when its process has ended.
         """
         if self._members.is_member(name, number):
             await self.sync.leave(name)
-            await self._members.leave(name, why)
+            await self._members.leave(name, reason)
 
-    async def _gone(self, member: Member, why: str) -> None:
+    async def _departed(self, member: Member, reason: str) -> None:
         await self.sync.leave(member.name)
-        while member.groups:  # this may be cancelled, and begun again
+        while member.groups:  # this may be cancelled and repeated
             member.groups -= 1
             await self.sync.release_group()
         if back := self._assigner.assignments.give_back(member.name):
@@ -275,7 +274,7 @@ class Coordinator(MonitorPart):
                 ", ".join(map(str, back)),
                 member.name,
             )
-        if self._evaluator == member.name and why:
+        if self._evaluator == member.name and reason:
             self._evaluator = ""
             if self._assigner.finished:
                 log.warning(
@@ -286,16 +285,17 @@ class Coordinator(MonitorPart):
         self._write(without=member.name)
 
     async def stays(self, name: str, number: int) -> None:
-        """As long as explorer `name` belongs to the run.  Raises what ends it."""
+        """Wait while explorer `name` belongs to the run; raise the reason of its end."""
         await self._members.get(name, number).unless_gone(
             self._waits.without_deadline(lambda: False)
         )
 
     async def serve_explorers(self) -> None:
-        """Until the trainer is finished and every explorer has left.  Raises DeadlineExceeded when
-        none is there for too long.
+        """Wait until the trainer is finished and all explorers have left.
+
+        Raises DeadlineExceeded after too long without an explorer.
         """
-        limit = self._plan.sync.timeout_s
+        limit = self._plan.sync.sync_timeout
         members = self._members
         while True:
             try:
@@ -316,11 +316,10 @@ class Coordinator(MonitorPart):
             await self._waits.without_deadline(lambda: not members.names or self._assigner.finished)
             if not self._assigner.finished:
                 log.warning("no explorer is left; the run waits up to %g s for one", limit)
-        # as long as the final evaluation takes: they are watched
+        # no deadline, because of the final evaluation; explorers are watched
         await self._waits.without_deadline(lambda: not members.names)
 
-    # ------------------------------------------------------------ what explorers ask; see
-    # `ports.ExploreGate`
+    # ------------------------------------------------------------ for explorers (`ExploreGate`)
 
     async def next_batch(
         self, name: str, number: int, lag: int | None, fingerprint: str, total: int | None
@@ -333,7 +332,7 @@ class Coordinator(MonitorPart):
                 f"same files",
                 key="buffer.explorer_input.tasksets",
             )
-        # one that comes and goes does not know for how long the run explores
+        # an explorer that may leave does not know the length of the run
         if member.process is None:
             self._assigner.assignments.total = total
         return await member.unless_gone(
@@ -341,7 +340,7 @@ class Coordinator(MonitorPart):
         )
 
     async def evaluates(self, name: str, number: int) -> bool:
-        """The first by name of the present explorers evaluates the final weights."""
+        """Return whether `name`, the first present explorer, evaluates the final weights."""
         self._members.get(name, number)
         self._evaluator = self._evaluator or self._members.names[0]
         return self._evaluator == name
@@ -353,7 +352,7 @@ class Coordinator(MonitorPart):
     async def acquire_group(self, name: str, number: int, batch: int, group: int | None) -> bool:
         member = self._members.get(name, number)
         acquired = await member.unless_gone(self.sync.acquire_group(batch, group))
-        if member.gone.is_set():  # in the same moment: its groups have been released already
+        if member.departed.is_set():  # it left at the same moment; its groups are already released
             if acquired:
                 await self.sync.release_group()
             raise member.had_to_leave()
@@ -368,26 +367,24 @@ class Coordinator(MonitorPart):
         await self.sync.explored(batch)
         await self._assigner.close(batch)
 
-    # ------------------------------------------------------------ the launcher's side
+    # ------------------------------------------------------------ for the launcher
 
     async def fail(self, reason: BaseException) -> None:
         await self.sync.fail(reason)
         await self._waits.fail(RunFailed(f"the trainer's side ended: {reason}"))
 
     def _write(self, without: str = "") -> None:
-        """Who is there, for people."""
-        here = {
+        """Write the present explorers to explorers.json, for display."""
+        explorers = {
             name: {"engines": self.sync.owned(name)}
             for name in self._members.names
             if name != without
         }
-        write_json(self._plan.run_dir / "explorers.json", here)
+        write_json(self._plan.run_dir / "explorers.json", explorers)
 
 
 class ExplorerClient:
-    """The coordinator as one explorer sees it, in that explorer's process.  Implements
-    `ports.ExploreGate`.
-    """
+    """The coordinator's `ports.ExploreGate` in the process of one explorer."""
 
     def __init__(self, coordinator: Any, name: str, joined: Joined) -> None:
         self._coordinator = coordinator
@@ -396,24 +393,24 @@ class ExplorerClient:
         self.wait_verified = coordinator.wait_verified
         self.wait_final = coordinator.wait_final
         self.explored = coordinator.explored
-        mine = (
+        calls = (
             coordinator.evaluates,
             coordinator.acquire_group,
             coordinator.finished,
             coordinator.release_group,
         )
         self.evaluates, self.acquire_group, self.finished, self.release_group = (
-            partial(call, *self._me) for call in mine
+            partial(call, *self._me) for call in calls
         )
 
     async def next_batch(
         self, *, lag: int | None, fingerprint: str, total: int | None
     ) -> Assignment | str:
-        given: Assignment | str = await self._coordinator.next_batch(
+        assignment: Assignment | str = await self._coordinator.next_batch(
             *self._me, lag, fingerprint, total
         )
-        return given
+        return assignment
 
     async def revive(self, index: int) -> None:
-        """`index` counts this explorer's engines."""
+        """Revive an engine; `index` is its number among this explorer's engines."""
         await self._coordinator.revive(self._joined.engines[index])

@@ -1,8 +1,6 @@
-"""Models for playing one task by hand: `rft debug`.  One process, no Ray, no trainer; weights stay
-as they are.
+"""Models for `rft debug`, which plays one task.  One process, no Ray, no trainer, fixed weights.
 
-Knows a Plan and starts what it is asked for, auxiliary models only when they are first called.
-Invariant: everything that was started is closed with `Models.close`.
+Auxiliary models start at their first call.  Invariant: `Models.close` closes all started models.
 """
 
 from __future__ import annotations
@@ -25,12 +23,13 @@ import numpy as np
 from rft.config.plan import Plan
 from rft.engine.built_in import make
 from rft.engine.environment import cpu_environment
-from rft.engine.scripted import END, FIXED, conversation
-from rft.engine.settings import AuxiliarySettings, EngineSettings, ExternalSettings
+from rft.engine.scripted import END, conversation
+from rft.engine.settings import AuxiliarySettings, EngineSettings, ExternalModelConfig
 from rft.errors import ConfigError
 from rft.launch import leftovers, parts
 from rft.testing.fakes import ScriptedModel
-from rft.types.completion import Completion, VersionSpan
+from rft.types.completion import Completion, TokenScores, VersionSpan
+from rft.types.ids import FIXED
 from rft.types.ports import ChatModel, Engine, GenerateRequest, ScoreRow
 
 log = logging.getLogger(__name__)
@@ -38,17 +37,15 @@ Tell = Callable[[str], None]
 
 
 def policy_settings(plan: Plan, engine_type: str) -> EngineSettings:
-    """The plan's first engine as one of type transformers or vllm, which serves the weights of its
-    model.
-    """
+    """Return the plan's first engine as type transformers or vllm, with its model's weights."""
     return dataclasses.replace(
         plan.engines[0], engine_type=engine_type, name="policy", fixed_weights=True, lora_rank=None
     )
 
 
 def server_settings(model_name: str, base_url: str | None) -> EngineSettings:
-    """A server as the policy; its key is in OPENAI_API_KEY."""
-    external = ExternalSettings(model_name=model_name, base_url=base_url)
+    """Return settings of an external server as policy; OPENAI_API_KEY contains its key."""
+    external = ExternalModelConfig(model_name=model_name, base_url=base_url)
     return EngineSettings(
         engine_type="external", name="policy", fixed_weights=True, external=external
     )
@@ -63,37 +60,35 @@ class Models:
         self._started = AsyncExitStack()
 
     async def policy(self, settings: EngineSettings) -> ChatModel:
-        """A started engine, with the adapter that a run begins with; one behind a server is given
-        tokens (the bytes of its texts), without which nothing could be recorded.
-        """
+        """Start the policy, with the run's initial adapter; a server's answers get tokens."""
         if (
             (lora := self._plan.learner.lora) is not None
             and lora.path is not None
             and settings.external is None
         ):
-            from rft.trainer.hf_folder import assemble_first
+            from rft.trainer.checkpoint.hf_folder import assemble_first
 
             folder = Path(self._started.enter_context(TemporaryDirectory(prefix="rft-debug-")))
             await asyncio.to_thread(assemble_first, self._plan.learner, Path(lora.path), folder)
             settings = dataclasses.replace(settings, model_path=str(folder))
         started = await self._start(settings)
-        return TextModel(started) if settings.external is not None else started
+        if settings.external is not None:
+            return TextModel(started)
+        return started
 
     def auxiliary(self, replaced: Mapping[str, ChatModel]) -> dict[str, ChatModel]:
-        """All models beside the policy by name; those in `replaced` are given, any other is started
-        at its first call.
-        """
-        found: dict[str, ChatModel] = {}
+        """Return auxiliary models by name, with `replaced`; models start at their first call."""
+        models: dict[str, ChatModel] = {}
         for settings in self._plan.auxiliary:
             lazy = LazyModel(settings, self._start)
-            found |= dict.fromkeys(settings.names, lazy)
-        if unknown := [n for n in replaced if n not in found]:
+            models |= dict.fromkeys(settings.names, lazy)
+        if unknown := [n for n in replaced if n not in models]:
             raise ConfigError(
-                f"explorer.auxiliary_models has {', '.join(found) or 'no model'}",
+                f"explorer.auxiliary_models has {', '.join(models) or 'no model'}",
                 key="--judge",
                 given=", ".join(unknown),
             )
-        return {**found, **replaced}
+        return {**models, **replaced}
 
     async def _start(self, settings: EngineSettings) -> Engine:
         where = settings.model_path
@@ -112,9 +107,7 @@ class Models:
 
 
 def in_vllms_environment(settings: EngineSettings, command: Sequence[str]) -> int:
-    """Runs `command` with the variables that vLLM reads when its process starts, and removes what
-    its processes leave; the exit code.
-    """
+    """Run `command` with vLLM's environment variables, clean up after it, return its exit code."""
     run_id = uuid.uuid4().hex[:12]
     env = {**os.environ, **cpu_environment(settings), leftovers.RUN_ID: run_id}
     try:
@@ -125,7 +118,7 @@ def in_vllms_environment(settings: EngineSettings, command: Sequence[str]) -> in
 
 
 class LazyModel:
-    """An auxiliary model that is started by its first call."""
+    """An auxiliary model that starts at its first call."""
 
     def __init__(self, settings: AuxiliarySettings, start: Any) -> None:
         self._settings = settings
@@ -134,22 +127,22 @@ class LazyModel:
         self.identity = parts.identity(settings)
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        return await (await self._there()).generate(request)
+        return await (await self._started_engine()).generate(request)
 
-    async def logprobs(self, row: ScoreRow) -> np.ndarray:
-        return await (await self._there()).logprobs(row)
+    async def score(self, row: ScoreRow) -> TokenScores:
+        return await (await self._started_engine()).score(row)
 
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
-        return await (await self._there()).classify(messages)
+        return await (await self._started_engine()).classify(messages)
 
-    async def _there(self) -> Engine:
+    async def _started_engine(self) -> Engine:
         if self._engine is None:
             self._engine = asyncio.ensure_future(self._start(self._settings.engines[0]))
         return await asyncio.shield(self._engine)
 
 
 class TextModel:
-    """A model that gives texts alone, as one that gives tokens: their bytes, with log-probs of 0."""
+    """Adds tokens to a text-only model: the bytes of its texts, with log-probs of 0."""
 
     def __init__(self, model: ChatModel) -> None:
         self._model = model
@@ -169,16 +162,17 @@ class TextModel:
             version_spans=(VersionSpan(FIXED, 0, len(tokens)),),
         )
 
-    async def logprobs(self, row: ScoreRow) -> np.ndarray:
-        return await self._model.logprobs(row)
+    async def score(self, row: ScoreRow) -> TokenScores:
+        return await self._model.score(row)
 
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
         return await self._model.classify(messages)
 
 
 def scripted(texts: Sequence[str], gold: Any, runs: int) -> ScriptedModel:
-    """Says `texts` in each run, the last one for ever; where there are none the gold answer;
-    without one the last message again.
+    """Make a model that answers with `texts`, repeating the last.
+
+    Without texts it gives the gold answer; without a gold answer, the last message.
     """
     if texts:
         return ScriptedModel(per_run=[texts] * runs, answer=lambda _: texts[-1])

@@ -1,6 +1,4 @@
-"""Lets the sides of a run work until they are done; the first failure, Ctrl-C or SIGTERM ends the
-run.
-"""
+"""Run explorer and trainer to their end; the first failure, Ctrl-C or SIGTERM ends both."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from rft.types.metrics import MetricRecord
 
 log = logging.getLogger(__name__)
 OnRecord = Callable[[MetricRecord], None]
-STOP_DEADLINE_S = 8.0  # Ctrl-C: finish what is short, then end
+STOP_DEADLINE_S = 8.0  # for both sides to end after Ctrl-C
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Outcome:
 
 
 class Followed(Protocol):
-    """What the launcher needs of the coordinator."""
+    """The launcher's view of the coordinator."""
 
     async def fail(self, reason: BaseException) -> None: ...
     async def records(self, after: int, *, wait: bool = True) -> tuple[int, list[MetricRecord]]: ...
@@ -54,11 +52,10 @@ async def work(
     watch: Awaitable[Any] | None = None,
     fail: Callable[[BaseException], Awaitable[None]] | None = None,
 ) -> None:
-    """Until explorer, if there is one, and trainer are done.  The first failure is told to everyone
-    who waits, and raised.
+    """Wait until trainer and explorer (if any) are done; report the first failure and raise it.
 
-    `watch` ends only by raising: a part has died, or hangs.  `fail`: how a failure is told; None:
-    to the coordinator.
+    `watch` ends only by raising, when a part dies or hangs.  `fail` reports a failure to all waiters
+    (default: `coordinator.fail`).
     """
     both: tuple[asyncio.Future[None], ...] = tuple(
         asyncio.ensure_future(side) for side in (explore, train) if side is not None
@@ -92,22 +89,22 @@ async def work(
 
 
 class _Follower:
-    """Passes the coordinator's records on, once each."""
+    """Passes on each record of the coordinator once."""
 
     def __init__(self, coordinator: Followed, on_record: OnRecord) -> None:
         self._coordinator = coordinator
         self._on_record = on_record
-        self._seen = 0
+        self._num_records = 0
 
     async def run(self) -> None:
         while True:
-            self._take(await self._coordinator.records(self._seen))
+            self._take(await self._coordinator.records(self._num_records))
 
     async def rest(self) -> None:
-        self._take(await self._coordinator.records(self._seen, wait=False))
+        self._take(await self._coordinator.records(self._num_records, wait=False))
 
-    def _take(self, found: tuple[int, list[MetricRecord]]) -> None:
-        self._seen, records = found
+    def _take(self, news: tuple[int, list[MetricRecord]]) -> None:
+        self._num_records, records = news
         for record in records:
             self._on_record(record)
 
@@ -115,13 +112,11 @@ class _Follower:
 async def _cause(
     sides: Sequence[asyncio.Future[None]], observers: Sequence[asyncio.Future[None]]
 ) -> BaseException:
-    """The cause among failures that come together: a part that broke explains those who waited for
-    it in vain.
+    """Choose the cause among failures that come together: a broken part before a missed deadline.
 
-    Where neither did, the first counts: the explorer's message about its runs explains more than
-    the trainer's empty batch.
+    Among equals the explorer's error comes first: it explains the trainer's empty batch.
     """
-    await asyncio.wait(sides, timeout=2.0)  # observers never end by themselves
+    await asyncio.wait(sides, timeout=2.0)  # observers end only by errors
     errors = [
         e
         for t in (*sides, *observers)
@@ -139,20 +134,16 @@ async def _cause(
 async def _wind_down(
     pending: set[asyncio.Future[None]], sides: Iterable[Stoppable], signals: Signals
 ) -> None:
-    """Ask both sides to end after what they are doing; a second signal or the deadline ends the
-    wait.
-    """
-    asked = [asyncio.ensure_future(quietly(side.stop())) for side in sides]
+    """Ask both sides to end; wait for them, the deadline or a second signal."""
+    stopping = [asyncio.ensure_future(quietly(side.stop())) for side in sides]
     ended = asyncio.ensure_future(asyncio.wait(pending))
     again = asyncio.ensure_future(signals.wait(2))
     await asyncio.wait({ended, again}, timeout=STOP_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
-    await cancel([*asked, ended, again])
+    await cancel([*stopping, ended, again])
 
 
 async def quietly(call: Awaitable[Any], timeout_s: float = 10.0) -> None:
-    """For closing parts that may be dead already: what goes wrong is logged, because the run's own
-    outcome counts.
-    """
+    """Await the closing of a part that may be dead; log its error."""
     try:
         await asyncio.wait_for(call, timeout_s)
     except (RftError, TimeoutError) as e:

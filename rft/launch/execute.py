@@ -1,6 +1,4 @@
-"""From a configuration file to a finished run: check, claim the folder, run, report.  Shared by
-`rft run` and `rft quickstart`.
-"""
+"""Execute a configuration file: check, lock the run folder, run, record the outcome."""
 
 from __future__ import annotations
 
@@ -24,7 +22,6 @@ from rft.config.plan_serve import ENDLESS
 from rft.config.roles import apart, serves
 from rft.config.save import refuse_changes, save, start_command
 from rft.config.schema.root import RunConfig
-from rft.config.verify import load_plan
 from rft.errors import (
     BufferFailed,
     ConfigError,
@@ -44,8 +41,9 @@ from rft.launch.rundir import INTERRUPTED, STATE, RunDir
 from rft.launch.runtime import LocalRuntime, Runtime, check_local
 from rft.launch.stages import Program, began_with, refuse_program
 from rft.plugins import extra_entry
+from rft.preflight.check import load_plan
 from rft.taskset import task_pipeline as tasks
-from rft.trainer import manifest as manifests
+from rft.trainer.checkpoint import manifest as manifests
 from rft.worker.threads import as_failure
 from rft.workflow.endpoint import listening
 
@@ -59,8 +57,9 @@ def execute(
     plugin_dirs: Sequence[str] = (),
     in_process: bool = False,
 ) -> Outcome:
-    """Runs `config` to the end, with all its stages.  Raises RftError; nothing has been started if
-    it is a ConfigError.
+    """Run `config` with all its stages.
+
+    Raises RftError; on ConfigError nothing was started.
     """
     try:
         return _execute(config, overrides, plugin_dirs, in_process)
@@ -81,7 +80,7 @@ def _execute(
     loaded, plan = load_plan(config, list(overrides), plugin_dirs=list(plugin_dirs))
     if apart(loaded):
         refuse_program(plan.run_dir)
-        return _half(loaded, plan, in_process)
+        return _run_one_role(loaded, plan, in_process)
     if not plan.continue_from_checkpoint and plan.run_dir.exists() and plan.mode != "bench":
         name = f"{plan.run_dir.name}_{time.strftime('%Y%m%d_%H%M%S')}"
         loaded, plan = load_plan(config, list(overrides), plugin_dirs=list(plugin_dirs), name=name)
@@ -89,8 +88,8 @@ def _execute(
     return _run(loaded, plan, in_process)
 
 
-def _half(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
-    """One of several processes of a run.  They meet by the run's name, so none of them changes it."""
+def _run_one_role(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
+    """Run one of several processes that meet by the run's name; it may not change that name."""
     if plan.joins:
         return _run(
             loaded, plan, in_process, folder=plan.run_dir / "explorers" / plan.explorer.name
@@ -107,83 +106,93 @@ def _half(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
 
 
 def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = None) -> Outcome:
-    """One run, or one stage of a program; in `folder` where that is not the run's."""
+    """Run one run or one stage of a program; `folder`: its folder if not the run's."""
     if plan.mode == "bench":
         return _bench(loaded, plan, in_process)
     if plan.serve is not None:
-        # before anything starts; the service's process may not have this one's environment
+        # before any process starts; the service's process may lack this environment
         clients = extra_entry("service", "clients", key="mode")(plan.serve)
         plan = replace(plan, serve=replace(plan.serve, clients=clients))
-    # with an address, explorers may be on other machines; what is left of a run that was killed may
-    # still hold the ports
-    if plan.cluster.ray_address is None and not ((folder or plan.run_dir) / STATE).exists():
-        ports = [
-            ("127.0.0.1", api.port)
-            for api in plan.explorer.apis
-            if api.port and plan.mode != "train"
-        ]
-        for host, port in (
-            ports if plan.serve is None else [(plan.serve.host, plan.serve.port), *ports]
-        ):
-            listening(host, port).close()
+    _check_ports(plan, folder or plan.run_dir)
     command = _command(loaded, plan, in_process)
-    # also those of the command line
-    loaded = loaded.model_copy(update={"plugin_dirs": plan.plugin_dirs})
+    loaded = loaded.model_copy(update={"plugin_dirs": plan.plugin_dirs})  # with --plugin-dir
     runtime = _runtime(plan, in_process)
     mode = modes.mode_of(plan)
     rundir = RunDir.claim(folder or plan.run_dir)
-    changed = _changes(loaded, plan, rundir) if folder is None else []
-    with _owned(rundir, plan, "launcher.log"), rundir.ending():
+    changes = _changes(loaded, plan, rundir) if folder is None else []
+    with _owned(rundir, plan, "launcher.log"), rundir.record_outcome(), _errors_of_a_run():
+        rundir.goes_on(command)
+        for line in changes:
+            log.info("%s", line)
+        _clean_after_a_crash(rundir)
+        if plan.task_pipeline is not None and plan.mode != "train":
+            counts = tasks.write(plan.task_pipeline)
+            print(f"task pipeline: {counts} → {plan.task_pipeline.output}", flush=True)
+        notes = [*changes, *plan.notes, *plan.warnings]
+        if "tensorboard" in plan.monitor.monitor_type:
+            notes.append(f"curves: tensorboard --logdir {rundir.path / 'tensorboard'}")
+        outcome = _work(mode, rundir, runtime, loaded, notes)
+        phase = rundir.read_state().get("phase", "done")
+        if outcome.seconds == 0.0 and phase != "done":
+            how = phase if phase in ("failed", "interrupted") else "killed"
+            print(
+                f"note  its last process ended ({how}) after all steps; what was to come, such as "
+                f"the final evaluation, is not there: mode=bench evaluates the checkpoints",
+                flush=True,
+            )
+        rundir.state("done", version=str(outcome.version))
+        return outcome
+
+
+def _check_ports(plan: Plan, folder: Path) -> None:
+    """Raise SetupError for a taken port, before any process starts.
+
+    Skipped with a Ray address, whose explorers may be on other machines, and for a folder with a
+    state, whose killed run may still hold the ports.
+    """
+    if plan.cluster.ray_address is not None or (folder / STATE).exists():
+        return
+    ports = [] if plan.serve is None else [(plan.serve.host, plan.serve.port)]
+    if plan.mode != "train":
+        ports += [("127.0.0.1", api.port) for api in plan.explorer.apis if api.port]
+    for host, port in ports:
+        listening(host, port).close()
+
+
+def _work(
+    mode: modes.Mode, rundir: RunDir, runtime: Runtime, loaded: RunConfig, notes: list[str]
+) -> Outcome:
+    """Run the mode with its progress on the terminal; end leftover processes."""
+    total_steps = mode.plan.trainer.total_steps
+    steps = None if total_steps == ENDLESS else total_steps
+    with Progress(rundir.path, total_steps=steps, notes=notes, served=serves(loaded)) as progress:
+        ended: list[str] = []
         try:
-            rundir.goes_on(command)
-            for line in changed:
-                log.info("%s", line)
-            _clean_after_a_crash(rundir)
-            if plan.task_pipeline is not None and plan.mode != "train":
-                print(
-                    f"task pipeline: {tasks.write(plan.task_pipeline)} → "
-                    f"{plan.task_pipeline.output}",
-                    flush=True,
-                )
-            notes = [*changed, *plan.notes, *plan.warnings]
-            if "tensorboard" in plan.monitor.kinds:
-                notes.append(f"curves: tensorboard --logdir {rundir.path / 'tensorboard'}")
-            steps = None if plan.trainer.total_steps == ENDLESS else plan.trainer.total_steps
-            with Progress(
-                rundir.path, total_steps=steps, notes=notes, served=serves(loaded)
-            ) as progress:
-                ended: list[str] = []
-                try:
-                    with leftovers.collected() as ended:
-                        saving = partial(save, loaded, rundir.path, began_with(rundir.path))
-                        outcome = asyncio.run(_followed(mode, rundir, progress, runtime, saving))
-                finally:  # a run that fails is the one that leaves things
-                    for line in ended:
-                        log.info("left by the run: %s", line)
-            if (
-                outcome.seconds == 0.0
-                and (phase := rundir.read_state().get("phase", "done")) != "done"
-            ):
-                how = phase if phase in ("failed", "interrupted") else "killed"
-                text = (
-                    f"note  its last process ended ({how}) after all steps; what was to come, "
-                    f"such as the final evaluation, is not there"
-                )
-                print(f"{text}: mode=bench evaluates the checkpoints", flush=True)
-            rundir.state("done", version=str(outcome.version))
-            return outcome
-        except (Interrupted, KeyboardInterrupt) as e:
-            raise Interrupted(INTERRUPTED) from e
-        except BaseException as e:
-            if isinstance(e, PluginStopped) or not isinstance(e, Exception):
-                e = RunFailed(f"{as_failure(e)}\n{''.join(traceback.format_exception(e)[-3:])}")
-            if is_out_of_memory(e):
-                log.error("%s", e, exc_info=True)
-                e = OutOfMemory(memory_remedy("the process of rft run"))
-            elif not isinstance(e, RftError) and is_full(e):
-                e = full(e)
-            log.error("%s", e, exc_info=not isinstance(e, RftError))
-            raise e
+            with leftovers.collected() as ended:
+                saving = partial(save, loaded, rundir.path, began_with(rundir.path))
+                return asyncio.run(_followed(mode, rundir, progress, runtime, saving))
+        finally:
+            for line in ended:
+                log.info("left by the run: %s", line)
+
+
+@contextmanager
+def _errors_of_a_run() -> Iterator[None]:
+    """Turn Ctrl-C into Interrupted; log every other error and raise it, as an RftError if possible."""
+    try:
+        yield
+    except (Interrupted, KeyboardInterrupt) as e:
+        raise Interrupted(INTERRUPTED) from e
+    except BaseException as e:
+        if isinstance(e, PluginStopped) or not isinstance(e, Exception):
+            e = RunFailed(f"{as_failure(e)}\n{''.join(traceback.format_exception(e)[-3:])}")
+        if is_out_of_memory(e):
+            log.error("%s", e, exc_info=True)
+            e = OutOfMemory(memory_remedy("the process of rft run"))
+        elif not isinstance(e, RftError) and is_full(e):
+            e = full(e)
+        log.error("%s", e, exc_info=not isinstance(e, RftError))
+        raise e
 
 
 async def _followed(
@@ -198,7 +207,7 @@ async def _followed(
 
 
 def _command(loaded: RunConfig, plan: Plan, in_process: bool) -> str:
-    """What starts this run again, for people."""
+    """Return the command that resumes this run."""
     source = loaded.source  # of the command line
     folders = plan.plugin_dirs[len(loaded.plugin_dirs) :]
     again = (
@@ -213,14 +222,12 @@ def _command(loaded: RunConfig, plan: Plan, in_process: bool) -> str:
 
 
 def _bench(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
-    """Evaluates checkpoints.  What the folder's own run has saved, its configuration and its state,
-    stays as it is.
-    """
+    """Evaluate checkpoints; leave the configuration and state of a run in the folder unchanged."""
     runtime = _runtime(plan, in_process)
     rundir = RunDir.claim(plan.run_dir)
-    began = time.time()  # else there is a run
+    began = time.time()
     alone = not (plan.run_dir / STATE).exists()
-    with _owned(rundir, plan, "bench.log"), rundir.ending() if alone else nullcontext():
+    with _owned(rundir, plan, "bench.log"), rundir.record_outcome() if alone else nullcontext():
         if alone:
             save(loaded, rundir.path)
             rundir.state("running")
@@ -242,7 +249,7 @@ def _bench(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
 
 @contextmanager
 def _owned(rundir: RunDir, plan: Plan, name: str) -> Iterator[None]:
-    """While the folder is ours: what is logged goes into its file `name`."""
+    """Log to the file `name` of the locked folder, and log errors to the terminal, too."""
     try:
         handler = logs.to_file(
             logs.node_folder(rundir.logs, plan.log_by_node) / name, plan.log_level
@@ -250,26 +257,25 @@ def _owned(rundir: RunDir, plan: Plan, name: str) -> Iterator[None]:
     except OSError:
         rundir.release()
         raise
-    told = logs.ErrorTeller(lambda line: print(line, file=sys.stderr, flush=True))
-    # what ends the run is told by who called
-    told.addFilter(lambda record: record.name != __name__)
-    logging.getLogger().addHandler(told)
+    terminal = logs.ErrorTeller(lambda line: print(line, file=sys.stderr, flush=True))
+    # the caller prints the error that ends the run
+    terminal.addFilter(lambda record: record.name != __name__)
+    logging.getLogger().addHandler(terminal)
     try:
         yield
     finally:
-        for one in (told, handler):
-            logging.getLogger().removeHandler(one)
-            one.close()
+        for each in (terminal, handler):
+            logging.getLogger().removeHandler(each)
+            each.close()
         rundir.release()
         sys.stdout.flush()
 
 
 def _changes(loaded: RunConfig, plan: Plan, rundir: RunDir) -> list[str]:
-    """What is new since the run began, in words.  Until there is a checkpoint anything may change:
-    nothing learnt would be thrown away, and rows are set aside, unless some are to be kept.
+    """Describe changes of the configuration since the run began.
 
-    Raises ConfigError for those that would make it another run, and where its checkpoints or its
-    state are not as it left them.
+    Without a checkpoint or kept rows any change is allowed.  Raises ConfigError for changes that
+    would make it another run, and for damaged checkpoints or state.
     """
     try:
         rundir.read_state()
@@ -277,31 +283,31 @@ def _changes(loaded: RunConfig, plan: Plan, rundir: RunDir) -> list[str]:
         if plan.resume_mode == "auto":
             manifests.refuse_lost(rundir.checkpoints)
         goes_on = bool(manifests.committed(rundir.checkpoints)) or _keeps_rows(plan, rundir)
-        found = refuse_changes(loaded, rundir.path) if goes_on else []
+        changed = refuse_changes(loaded, rundir.path) if goes_on else []
     except (RftError, OSError):
         rundir.release()
         raise
-    own = {"resume_from_path": ", without effect: the run goes on from its own checkpoint"}
-    said = (
+    notes = {"resume_from_path": ", without effect: the run goes on from its own checkpoint"}
+    changes = (
         (c.key, textwrap.shorten(f"{c.key} {c.old!r} -> {c.new!r}", 300, placeholder=" ..."))
-        for c in found
+        for c in changed
     )
-    return [f"changed since the run began: {text}{own.get(key, '')}" for key, text in said]
+    return [f"changed since the run began: {text}{notes.get(key, '')}" for key, text in changes]
 
 
 def _keeps_rows(plan: Plan, rundir: RunDir) -> bool:
-    """Whether experiences of an earlier attempt are to be trained in this one."""
+    """Return whether experiences of an earlier attempt will be trained in this attempt."""
     if plan.buffer.resume_rows != "keep":
         return False
     try:
         return audit_run(rundir.path, payload=False, ledger_url=plan.buffer.ledger_url).acked > 0
-    except BufferFailed:  # there is no ledger; one that cannot be read is refused when it is opened
+    except BufferFailed:  # no ledger; opening refuses an unreadable one
         return False
 
 
 def _clean_after_a_crash(rundir: RunDir) -> None:
-    """A run that was killed could not clean up; whatever of it is still on this machine goes now.
-    A copy of one that lives is not that.
+    """Remove leftovers of a killed process of the run on this machine, unless the folder is a copy
+    of a living run's.
     """
     state = rundir.read_state()
     if (run_id := state.get("run_id")) and not rundir.copied_from_one_that_lives(state):

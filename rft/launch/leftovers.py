@@ -1,13 +1,11 @@
-"""What a run left on the machine: processes, shared memory, temporary folders, listeners that
-others can reach.
+"""Leftovers of runs: processes, shared memory, temporary folders, listeners beyond loopback.
 
-Needs the standard library, psutil and a file of rft that needs nothing, so scripts, tests and `rft
-doctor` can all use it.  The one invariant: what another living process still uses is never reported
-and never removed.
+Needs psutil and `rft.worker.keeper` only, so scripts, tests and `rft doctor` can use it.
+Invariant: nothing in use by another living process is reported or removed.
 
-Whose a process is, is told by the environment it was started with: `RFT_RUN_ID` (set by a run for
-its parts) and `RFT_LEFTOVER_MARK` (set by a test session).  Where this process has a mark, only
-things of that mark count; without one, everything that looks like ours.
+Processes are recognised by the environment of their start: `RFT_RUN_ID` (set by a run for its
+parts) and `RFT_LEFTOVER_MARK` (set by a test session).  With a mark in this process, only processes
+with that mark count; without a mark, all processes that look like those of a run.
 """
 
 from __future__ import annotations
@@ -31,24 +29,24 @@ from rft.worker.keeper import adopt_orphans
 
 T = TypeVar("T")
 RUN_ID = "RFT_RUN_ID"
-PART = "RFT_PART"  # beside it in parts that may be restarted: which one
+PART = "RFT_PART"  # name of a part that may be restarted
 MARK = "RFT_LEFTOVER_MARK"
 SHM = Path("/dev/shm")
 SETTLED_S = 10.0
-GRACE_S = 5.0  # how long processes that are ending may take
+GRACE_S = 5.0  # for processes to end
 _SHM_NAMES = re.compile(r"psm_|__KMP_REGISTERED_LIB_|vllm_dist_|rft-|sem\.mp-|plasma|ray")
 _OWNER_IN_NAME = re.compile(r"(?:__KMP_REGISTERED_LIB_|rft-weights-|rft-vllm-|rft-pg-)(\d+)[_-]")
 _TEMP_NAMES = re.compile(r"rft-|ray(_|$|-)|ray\.")
 _PROCESS_NAMES = re.compile(r"raylet|gcs_server|ray::|VLLM::|vllm|rft\b")
-# their titles take the place of their environments
+# their titles overwrite their environments
 _AGENTS = re.compile(r"ray::(DashboardAgent|RuntimeEnvAgent)\b")
-# live as long as the process they serve
+# these end with the process they serve
 _HELPERS = re.compile(r"multiprocessing\.(resource_tracker|forkserver)")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is there at one moment: processes as "pid:start time", paths, listeners."""
+    """Processes ("pid:start time"), paths and listeners at one moment."""
 
     processes: frozenset[str]
     paths: frozenset[str]
@@ -56,7 +54,7 @@ class Snapshot:
 
 
 def snapshot() -> Snapshot:
-    """What of ours exists now."""
+    """Return all present processes, paths and listeners of runs."""
     ours = _our_processes()
     paths = map(str, (*_shm(), *_temp_folders()))
     return Snapshot(
@@ -67,8 +65,9 @@ def snapshot() -> Snapshot:
 
 
 def compare(before: Snapshot, *, grace_s: float = GRACE_S) -> list[str]:
-    """What is left of everything that came after `before`, one line each; empty = clean.  Waits up
-    to `grace_s` for ending processes.
+    """Describe everything new since `before`, one line each; empty = clean.
+
+    Waits up to `grace_s` for ending processes.
     """
 
     def new() -> list[psutil.Process]:
@@ -76,51 +75,48 @@ def compare(before: Snapshot, *, grace_s: float = GRACE_S) -> list[str]:
 
     psutil.wait_procs(new(), timeout=grace_s)
     ours = new()
-    mine = {p.pid for p in ours}
-    found = [f"process {_describe(p)}" for p in ours]
-    there = [
+    pids = {p.pid for p in ours}
+    lines = [f"process {_describe(p)}" for p in ours]
+    paths = [
         *(("shared memory", p) for p in _shm()),
         *(("temporary folder", p) for p in _temp_folders()),
     ]
-    others = _Others(exclude=mine)  # after the lists
-    found += [
-        f"{what} {p}"
-        for what, p in there
-        if str(p) not in before.paths and not others.use(p) and p.exists()
+    users = _Users(exclude=pids)  # after the lists
+    lines += [
+        f"{kind} {p}"
+        for kind, p in paths
+        if str(p) not in before.paths and not users.use(p) and p.exists()
     ]
-    listeners = set(_open_listeners({*mine, os.getpid()})) - before.listeners
-    return [*found, *(f"listener {line}" for line in sorted(listeners))]
+    listeners = set(_open_listeners({*pids, os.getpid()})) - before.listeners
+    return [*lines, *(f"listener {line}" for line in sorted(listeners))]
 
 
 def orphans() -> list[str]:
-    """Parts of runs whose launcher is gone: processes with a RFT_RUN_ID below no living process
-    without one, except init.
-    """
-    found = []
+    """Describe parts without a launcher: processes with RFT_RUN_ID, directly below init."""
+    lines = []
     for process in psutil.process_iter():
         if RUN_ID in _environment(process):
             above = next(
                 (p for p in _quietly(process.parents) or [] if RUN_ID not in _environment(p)), None
             )
             if above is None or above.pid == 1:
-                found.append(_describe(process))
-    return found
+                lines.append(_describe(process))
+    return lines
 
 
 def unused_shm() -> list[str]:
-    """Names in /dev/shm that look like ours and that no living process has open."""
-    there = _shm()
-    others = _Others()
-    return [p.name for p in there if not others.use(p) and p.exists()]
+    """Return names in /dev/shm that look like those of a run and that no living process uses."""
+    paths = _shm()
+    users = _Users()
+    return [p.name for p in paths if not users.use(p) and p.exists()]
 
 
 def clean(run_id: str) -> list[str]:
-    """End and remove what the run `run_id`, and killed processes of this user, left; says what it
-    did, one line each.
+    """End and remove leftovers of run `run_id` and of this user's dead processes, a line for each.
 
-    Ends processes started with RFT_RUN_ID=run_id, and Ray's agents here whose raylet is gone;
-    removes shared memory whose owner is dead, or that no process has open and that is not quite
-    new; removes folders of a Ray that nobody uses, of vLLM's sockets whose owner is dead.
+    Ends processes started with RFT_RUN_ID=run_id, and Ray's agents without a raylet.  Removes
+    shared memory of dead owners, or old shared memory without a user; unused folders of Ray, and of
+    vLLM's sockets with a dead owner.
     """
     protected = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
     ended = _end(
@@ -140,48 +136,45 @@ def clean(run_id: str) -> list[str]:
 
 
 def _remove_files() -> list[str]:
-    """Removes shared memory and folders of processes of this user that are dead; says what, one
-    line each.
-    """
+    """Remove shared memory and folders of this user's dead processes; return one line for each."""
     files = _shm()
     folders = _temp_folders()
-    done = []  # after the lists: what they make meanwhile is not in them
-    others = _Others()
+    done = []
+    users = _Users()  # after the lists: they lack files created later
     for path in files:
-        # a file without its owner's name that is only just made may belong to a process that has
-        # not opened it yet
+        # the owner of a new file without a name in it may not have opened it yet
         dead = (
-            not others.own(path) if _OWNER_IN_NAME.match(path.name) else _age_s(path) >= SETTLED_S
+            not users.owns(path) if _OWNER_IN_NAME.match(path.name) else _age_s(path) >= SETTLED_S
         )
-        if dead and path.is_file() and _is_mine(path) and not others.use(path):
+        if dead and path.is_file() and _is_of_this_user(path) and not users.use(path):
             path.unlink(missing_ok=True)
             done.append(f"removed shared memory {path}")
     for path in folders:
         of_ray = any(any(path.glob(name)) for name in ("ray/session_*", "session_*"))
-        dead = of_ray or (_OWNER_IN_NAME.match(path.name) is not None and not others.own(path))
-        if dead and path.name.startswith("rft-") and _is_mine(path) and not others.use(path):
+        dead = of_ray or (_OWNER_IN_NAME.match(path.name) is not None and not users.owns(path))
+        if dead and path.name.startswith("rft-") and _is_of_this_user(path) and not users.use(path):
             shutil.rmtree(path, ignore_errors=True)
             done.append(f"removed folder {path}")
     return done
 
 
 def end_former() -> list[str]:
-    """Ends what the process that was this part before left: memory of its engine, for example.
-    Says what it did, one line each.
+    """End processes left by an earlier process of this part, e.g. its engine core; a line for each.
 
-    These have this process's RFT_RUN_ID and RFT_PART and stand no longer below its parent, as it
-    and those beside it do.
+    They have this process's RFT_RUN_ID and RFT_PART, and are not descendants of its parent.
     """
-    mine = {name: os.environ.get(name) for name in (RUN_ID, PART)}
+    identity = {name: os.environ.get(name) for name in (RUN_ID, PART)}
     parent = psutil.Process().parent()
-    if parent is None or None in mine.values():
+    if parent is None or None in identity.values():
         return []
     placed = {parent.pid, *(p.pid for p in (*parent.parents(), *parent.children(recursive=True)))}
     return _end(
         [
             p
             for p in psutil.process_iter()
-            if p.pid not in placed and mine.items() <= _environment(p).items() and not _ending(p)
+            if p.pid not in placed
+            and identity.items() <= _environment(p).items()
+            and not _ending(p)
         ]
     )
 
@@ -196,11 +189,9 @@ def _end(processes: list[psutil.Process]) -> list[str]:
 
 @contextlib.contextmanager
 def collected() -> Iterator[list[str]]:
-    """What is started in the block and below it is ended behind it, daemons too; the list then says
-    what that was, one line each.
+    """On exit, end all descendants started in the block, also daemons; yield their descriptions.
 
-    The kernel gives orphans to this process (PR_SET_CHILD_SUBREAPER) instead of init, so none of
-    them gets lost.
+    The kernel makes orphans children of this process (PR_SET_CHILD_SUBREAPER) instead of init.
     """
     ended: list[str] = []
     me = psutil.Process()
@@ -210,21 +201,20 @@ def collected() -> Iterator[list[str]]:
         yield ended
     finally:
         until = time.monotonic() + GRACE_S
-        while found := [
+        while children := [
             p for p in me.children() if _key(p) not in before and not _HELPERS.search(_command(p))
         ]:
             ended += [
                 f"ended process {_describe(p)}"
-                for p in found
+                for p in children
                 if _quietly(p.status) != psutil.STATUS_ZOMBIE
             ]
-            for process in found:
+            for process in children:
                 _quietly(process.kill)
-            psutil.wait_procs(found, timeout=max(0.0, until - time.monotonic()))
+            psutil.wait_procs(children, timeout=max(0.0, until - time.monotonic()))
             if time.monotonic() > until:
-                ended.append(
-                    f"{len(found)} processes could not be ended: {', '.join(map(_describe, found))}"
-                )
+                names = ", ".join(map(_describe, children))
+                ended.append(f"{len(children)} processes could not be ended: {names}")
                 break
         adopt_orphans(False)
         ended += _remove_files()
@@ -234,15 +224,15 @@ def collected() -> Iterator[list[str]]:
 
 
 def _our_processes() -> list[psutil.Process]:
-    """Descendants of this process; with a mark everything that carries it, without one everything
-    that looks like ours.
+    """Return descendants of this process, and all processes with its mark, or without a mark all
+    that look like those of a run.
     """
     me = psutil.Process()
     mark = os.environ.get(MARK)
     family = {me.pid, *(p.pid for p in me.parents())}
-    found = {p.pid: p for p in me.children(recursive=True)}
+    ours = {p.pid: p for p in me.children(recursive=True)}
     for process in psutil.process_iter():
-        if process.pid in found:
+        if process.pid in ours:
             continue
         environment = _environment(process)
         if (
@@ -250,10 +240,10 @@ def _our_processes() -> list[psutil.Process]:
             if mark
             else RUN_ID in environment or _PROCESS_NAMES.match(_name(process))
         ):
-            found[process.pid] = process
+            ours[process.pid] = process
     return [
         p
-        for pid, p in sorted(found.items())
+        for pid, p in sorted(ours.items())
         if pid not in family and not _ending(p) and not _HELPERS.search(_command(p))
     ]
 
@@ -278,10 +268,9 @@ def _ending(process: psutil.Process) -> bool:
 
 
 def began(pid: int | str) -> int | None:
-    """When a process began, in ticks since the machine did, which no change of the clock alters;
-    None for one that is gone, or a zombie.
+    """Return the start of a process in ticks since boot, which clock changes do not affect.
 
-    On systems other than Linux in seconds since the epoch.
+    None for a zombie or ended process.  Not on Linux: seconds since the epoch.
     """
     if sys.platform != "linux":
         process = _quietly(lambda: psutil.Process(int(pid)))
@@ -290,9 +279,13 @@ def began(pid: int | str) -> int | None:
             psutil.STATUS_DEAD,
             psutil.STATUS_ZOMBIE,
         )
-        return None if process is None or ended else int(process.create_time())
+        if process is None or ended:
+            return None
+        return int(process.create_time())
     stat = (_quietly(Path(f"/proc/{pid}/stat").read_bytes) or b") X").rpartition(b")")[2].split()
-    return None if stat[0] in (b"Z", b"X") else int(stat[19])
+    if stat[0] in (b"Z", b"X"):
+        return None
+    return int(stat[19])
 
 
 def _key(process: psutil.Process) -> str:
@@ -304,7 +297,7 @@ def _describe(process: psutil.Process) -> str:
 
 
 def _quietly(ask: Callable[[], T]) -> T | None:
-    """None for a process that has ended or belongs to another user."""
+    """Call `ask`; None for a process that has ended or belongs to another user."""
     try:
         return ask()
     except (psutil.Error, OSError):
@@ -314,16 +307,14 @@ def _quietly(ask: Callable[[], T]) -> T | None:
 # ------------------------------------------------------------ files
 
 
-class _Others:
-    """The files that living processes, except `exclude`, have open, mapped, or name in their
-    command line.
-    """
+class _Users:
+    """Files that living processes, except `exclude`, have open, mapped, or in their command line."""
 
     def __init__(self, exclude: Collection[int] = ()) -> None:
         self._exclude = exclude
         self._paths: set[str] = set()
         self._commands: list[str] = []
-        self._hidden: list[psutil.Process] = []  # ours; they may have any semaphore open
+        self._hidden: list[psutil.Process] = []  # unreadable, so they may use any semaphore
         for process in (p for p in psutil.process_iter() if p.pid not in exclude):
             self._commands.append(_command(process))
             try:
@@ -346,13 +337,13 @@ class _Others:
                 and f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x} {stat.st_ino}"
                 in self._paths
             )
-            or self.own(path)
+            or self.owns(path)
             or any(f"{p}/".startswith(inside) for p in self._paths)
             or any(inside in c or c.endswith(str(path)) for c in self._commands)
         )
 
-    def own(self, path: Path) -> bool:
-        """Whether the process that the name of a file or folder tells is alive and one of these."""
+    def owns(self, path: Path) -> bool:
+        """Return whether the owner in a file's or folder's name is one of these processes."""
         owner = _OWNER_IN_NAME.match(path.name)
         return (
             owner is not None and int(owner[1]) not in self._exclude and began(owner[1]) is not None
@@ -360,22 +351,21 @@ class _Others:
 
 
 def _open_paths(pid: int) -> Iterable[str]:
-    """Paths below /dev/shm and the temporary folder that process `pid` has open or mapped; device
-    and inode of what is mapped, too, since a semaphore is mapped under a name that it had only
-    while it was made.
+    """Yield paths below /dev/shm and the temporary folder that process `pid` has open or mapped.
 
-    Raises PermissionError for a process of another user, and for one that hides its memory, as rft
-    does where it runs programs.
+    Also yields "device inode" of mapped files, because a semaphore is mapped under a temporary
+    name. Raises PermissionError for a process of another user, or that hides its memory, as rft
+    does to run programs.
     """
-    wanted = (str(SHM), tempfile.gettempdir())
+    folders = (str(SHM), tempfile.gettempdir())
     folder = Path(f"/proc/{pid}/fd")
     try:
         for link in folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # it closed that one meanwhile
-                if (target := str(link.readlink())).startswith(wanted):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if (target := str(link.readlink())).startswith(folders):
                     yield target
         for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-            if (at := line.find("/")) >= 0 and line.startswith(wanted, at):
+            if (at := line.find("/")) >= 0 and line.startswith(folders, at):
                 yield line[at:]
                 yield " ".join(line.split(None, 5)[3:5])  # device and inode
     except (FileNotFoundError, ProcessLookupError):
@@ -383,9 +373,7 @@ def _open_paths(pid: int) -> Iterable[str]:
 
 
 def _may_be_ours(process: psutil.Process) -> bool:
-    """Whether it is a Python, Ray or vLLM of this account (it may use any of our files), and not
-    just any program that hides its memory.
-    """
+    """Return whether it is a Python, Ray or vLLM process of this user."""
     account = _quietly(process.uids)
     named = "python" in _command(process) or _PROCESS_NAMES.match(_name(process)) is not None
     return account is not None and account.real == os.getuid() and named
@@ -396,7 +384,9 @@ def _shm() -> list[Path]:
 
 
 def _entries(folder: Path, names: re.Pattern[str]) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if names.match(p.name)) if folder.is_dir() else []
+    if folder.is_dir():
+        return sorted(p for p in folder.iterdir() if names.match(p.name))
+    return []
 
 
 def _temp_folders() -> list[Path]:
@@ -407,20 +397,22 @@ def _temp_folders() -> list[Path]:
     ]
 
 
-def _is_mine(path: Path) -> bool:
+def _is_of_this_user(path: Path) -> bool:
     return (stat := _quietly(path.lstat)) is not None and stat.st_uid == os.getuid()
 
 
 def _age_s(path: Path) -> float:
-    """Since it was changed; 0 where it is gone."""
-    return time.time() - stat.st_mtime if (stat := _quietly(path.lstat)) is not None else 0.0
+    """Return seconds since the file's last change; 0 for a missing file."""
+    if (stat := _quietly(path.lstat)) is not None:
+        return time.time() - stat.st_mtime
+    return 0.0
 
 
 # ------------------------------------------------------------ listeners
 
 
 def _open_listeners(pids: set[int]) -> list[str]:
-    """ "address port" of TCP sockets of `pids` that listen beyond loopback."""
+    """Return TCP sockets of `pids` that listen beyond loopback."""
     return [
         f"{c.laddr.ip} port {c.laddr.port} of process {c.pid}"
         for c in _quietly(lambda: psutil.net_connections(kind="tcp")) or []

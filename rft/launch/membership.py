@@ -1,8 +1,7 @@
-"""Which explorers belong to a run: a name, a number, a process that lives or does not, and a
-configuration that agrees with the run's.
+"""Explorers of a run: name, number, process, and a configuration that agrees with the run's.
 
-Knows neither engines nor batches.  Invariant: one living explorer of a name; it counts as gone only
-when its process is.
+Knows neither engines nor batches.  Invariant: one living explorer per name; it leaves the members
+only when its process has ended.
 """
 
 from __future__ import annotations
@@ -21,38 +20,40 @@ from rft.sync.waits import Waits, race
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-END_S = 60.0  # for a process that was told to end
+END_S = 60.0  # for the process of an evicted explorer
 
 
 @dataclass(eq=False)
 class Member:
-    """An explorer that has joined; `number` tells it from others of its name, before and after."""
+    """An explorer that has joined; `number` distinguishes explorers of one name over time."""
 
     name: str
     number: int
-    # proxy of its explorer; None: the launcher watches it, and its end is that of the run
+    # proxy of its explorer; None: the launcher watches it, and its end ends the run
     process: Any
-    groups: int = 0  # that it generates, where they are counted
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-    why: str = ""
+    groups: int = 0  # running groups, if they are limited
+    departed: asyncio.Event = field(default_factory=asyncio.Event)
+    reason: str = ""
     watch: asyncio.Task[None] | None = None
     going: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def unless_gone(self, work: Awaitable[T]) -> T:
-        """What `work` gives.  Raises RunFailed once the explorer had to leave."""
-        async with race(work, self.gone.wait()) as (task, _):
+        """Await `work`.  Raises RunFailed once the explorer has to leave."""
+        async with race(work, self.departed.wait()) as (task, _):
             if not task.done():
                 raise self.had_to_leave()
             result: T = task.result()
             return result
 
     def had_to_leave(self) -> RunFailed:
-        return RunFailed(f"explorer {self.name} had to leave: {self.why}")
+        return RunFailed(f"explorer {self.name} had to leave: {self.reason}")
 
 
 class Membership:
-    """`on_gone(member, why)` is awaited when one is gone, `on_failure` when watching them fails;
-    `waits` hears of every change.
+    """Members of a run.
+
+    `on_gone(member, reason)` is awaited when a member has left, `on_failure` when watching fails.
+    `waits` is notified of every change.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Membership:
         self._members: dict[str, Member] = {}
         self._joining: set[str] = set()
         self._last_number = 0
-        # kept, or it might be collected before it ends
+        # a reference, which prevents its collection
         self._failing: asyncio.Future[None] | None = None
 
     @property
@@ -77,12 +78,12 @@ class Membership:
         return sorted(self._members)
 
     def get(self, name: str, number: int) -> Member:
-        """Raises RunFailed for one that does not belong to the run any more."""
+        """Return a member.  Raises RunFailed if it has left the run."""
         self._waits.raise_failure()
         member = self._members.get(name)
         if member is None or member.number != number:
             raise RunFailed(f"explorer {name} has left the run; start it again to rejoin")
-        if member.gone.is_set():
+        if member.departed.is_set():
             raise member.had_to_leave()
         return member
 
@@ -90,12 +91,12 @@ class Membership:
         return name in self._members and self._members[name].number == number
 
     async def check_alone(self) -> None:
-        """Raises SetupError where there is a living explorer; those that have died are let go."""
+        """Raise SetupError if an explorer is alive; remove dead ones."""
         for name in self.names:
             await self.check_name(name)
 
     async def check_name(self, name: str) -> None:
-        """Raises SetupError where a living explorer has the name; one that has died is let go."""
+        """Raise SetupError if a living explorer has the name; remove a dead one."""
         if (other := self._members.get(name)) is None:
             return
         try:
@@ -103,11 +104,11 @@ class Membership:
         except TimeoutError:
             raise _taken(name) from None
         except RftError as e:
-            await self._let_go(other, str(e))
+            await self._remove(other, str(e))
 
     @contextmanager
     def joining(self, name: str) -> Iterator[None]:
-        """While the name is taken by one that is about to be added."""
+        """Reserve the name for an explorer that is about to be added."""
         if name in self._joining:
             raise _taken(name)
         self._joining.add(name)
@@ -125,48 +126,48 @@ class Membership:
         await self._waits.changed()
         return member
 
-    async def leave(self, name: str, why: str) -> None:
-        """A member ends, well (`why` is empty) or not."""
+    async def leave(self, name: str, reason: str) -> None:
+        """Remove a member that ends; a non-empty `reason` marks a failure."""
         member = self._members[name]
-        log.info("explorer %s leaves%s", name, f": {why}" if why else "")
-        if why and member.process is not None:
-            self.evict(name, why)  # `_watch` sees the end of its process
+        log.info("explorer %s leaves%s", name, f": {reason}" if reason else "")
+        if reason and member.process is not None:
+            self.evict(name, reason)  # `_watch` sees the end of its process
             return
         if member.watch is not None:
             member.watch.cancel()
-        await self._let_go(member, why)
+        await self._remove(member, reason)
 
-    def evict(self, name: str, why: str) -> None:
-        """The explorer has to leave: whatever it waits for ends."""
+    def evict(self, name: str, reason: str) -> None:
+        """Make the explorer leave: all its waits raise."""
         if (member := self._members.get(name)) is not None:
-            member.why = why
-            member.gone.set()
+            member.reason = reason
+            member.departed.set()
 
     async def _watch(self, member: Member) -> None:
-        """Until its process is gone."""
-        async with race(member.process.lives(self._stall_timeout_s), member.gone.wait()) as (
+        """Wait for the end of the member's process, and remove the member."""
+        async with race(member.process.lives(self._stall_timeout_s), member.departed.wait()) as (
             lives,
             _,
         ):
-            if not lives.done():  # it was told to end
+            if not lives.done():  # evicted
                 await asyncio.wait({lives}, timeout=END_S)
-            why = member.why or (str(lives.exception()) if lives.done() else "")
-            await member.process.kill()  # where it only hangs
-            log.warning("explorer %s is gone: %s", member.name, why)
-            await self._let_go(member, why)
+            reason = member.reason or (str(lives.exception()) if lives.done() else "")
+            await member.process.kill()  # in case it hangs
+            log.warning("explorer %s is gone: %s", member.name, reason)
+            await self._remove(member, reason)
 
     def _watched(self, watch: asyncio.Task[None]) -> None:
-        """An error in watching ends the run: members that die would no longer be noticed."""
+        """End the run on an error in watching, because deaths would go unnoticed."""
         if not watch.cancelled() and (error := watch.exception()) is not None:
             self._failing = asyncio.ensure_future(self._on_failure(error))
 
-    async def _let_go(self, member: Member, why: str) -> None:
-        async with member.going:  # its watch and one that wants its name may find it dead together
+    async def _remove(self, member: Member, reason: str) -> None:
+        async with member.going:  # its watch and a new explorer of the same name may both remove it
             if self._members.get(member.name) is not member:
                 return
-            member.why = member.why or why
-            member.gone.set()
-            await self._on_gone(member, why)
+            member.reason = member.reason or reason
+            member.departed.set()
+            await self._on_gone(member, reason)
             del self._members[member.name]
         await self._waits.changed()
 
@@ -177,8 +178,7 @@ def _taken(name: str) -> SetupError:
     )
 
 
-# ------------------------------------------------------------ what the processes of a run must
-# agree on
+# ------------------------------------------------------------ agreement of configurations
 
 SHARED = (  # sections and keys that both processes read
     "project",
@@ -199,22 +199,20 @@ SHARED = (  # sections and keys that both processes read
     "explorer.max_inflight_batches",
     "explorer.serve.trainer_apart",
     "explorer.rollout_model.dtype",
-    "explorer.rollout_model.max_model_len",
-    "explorer.rollout_model.max_prompt_tokens",
 )
-_OWN = ("synchronizer.sync_timeout",)  # of these sections, what each reads for itself
+_UNSHARED = ("synchronizer.sync_timeout",)  # keys of these sections that may differ
 _TASKS = "buffer.explorer_input"
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
-    """(key, the joining side's value, sentence) of each key of `SHARED` that differs."""
-    found = []
-    # the process that trains need not name the tasks
+    """Return (key, the joining side's value, message) of each key of `SHARED` that differs."""
+    differing = []
+    # the training process need not name the tasks
     named = any(_at(ours, f"{_TASKS}.{key}") for key in ("taskset", "tasksets"))
     for key in SHARED if named else [k for k in SHARED if k != _TASKS]:
         for at, a, b in compare(_at(ours, key), _at(theirs, key), undotted(key)):
-            if not (name := dotted(at)).startswith(_OWN):
-                found.append(
+            if not (name := dotted(at)).startswith(_UNSHARED):
+                differing.append(
                     (
                         name,
                         b,
@@ -222,7 +220,7 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tupl
                         f"need the same",
                     )
                 )
-    return found
+    return differing
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:

@@ -1,17 +1,16 @@
-"""What each mode of a run starts and lets work.  Knows no Ray: a runtime creates the parts and
-calls them.
+"""Start the parts of each mode of a run, and let them work.  Knows no Ray: the runtime owns parts.
 
     both       buffer, trainer, coordinator, engines, explorer                       ExploreAndTrain
-    serve      the same, with a service for sessions of clients instead of tasks     ExploreAndTrain
+    serve      the same, with a service for client sessions instead of tasks         ExploreAndTrain
     train      buffer, trainer, coordinator; waits for explorers to join    ┐        ExploreAndTrain(explores=False)
     explore    engines, explorer; waits for a coordinator to join           ┘        Explore
-    serve      joins such a trainer, where explorer.serve.trainer_apart              Explore
+    serve      joins such a trainer, with explorer.serve.trainer_apart               Explore
     train      on a data set: trainer and monitor                                    TrainOffline
 
-Who waits for whom: the explorer waits for the coordinator's gate, the trainer for the buffer's
-lease, the launcher for either to end.  The first part that fails ends the run; its error becomes
-the program's exit code.  The processes of `train` and `explore` find each other at a rendezvous, in
-any order; neither ends, cleans up or renames anything of the other's.
+The explorer waits for the coordinator's gate, the trainer for the buffer's lease, the launcher for
+the end of either.  The first failing part ends the run; its error decides the exit code.  Processes
+of `train` and `explore` meet at a rendezvous, in any order; neither ends, cleans up or renames
+anything of the other.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ from rft.launch.runtime import (
 from rft.launch.signals import Signals
 from rft.launch.start import Start, begin, begin_offline, origin, windows
 from rft.sync.waits import all_of
-from rft.trainer import manifest as manifests
-from rft.trainer.manifest import Manifest
+from rft.trainer.checkpoint import manifest as manifests
+from rft.trainer.checkpoint.manifest import Manifest
 from rft.types.ids import Version
 
 log = logging.getLogger(__name__)
 
 
 class Mode(ABC):
-    """One process of a run, from its start to its end."""
+    """One process of a run from start to end."""
 
     phase = "starting"
     begun: Start
@@ -62,28 +61,30 @@ class Mode(ABC):
 
     @abstractmethod
     def done(self, rundir: RunDir) -> Version | None:
-        """The last version, where nothing is left to do.  Called first."""
+        """Return the last version if the run is complete.  Called first."""
 
     @abstractmethod
     async def start(self, parts: Parts) -> bool:
-        """Build and connect the parts.  False: nothing was left to do after all."""
+        """Build and connect the parts; False if the run is complete."""
 
     @abstractmethod
     async def work(self, parts: Parts, on_record: OnRecord, signals: Signals) -> None:
-        """Let them work until they are done.  Raises the error of the part that failed first, or
-        Interrupted.
+        """Wait until the parts are done.
+
+        Raises the first error of a part, or Interrupted.
         """
 
     @abstractmethod
     def outcome(self) -> tuple[Version, Version | None]:
-        """The last version, and the one that the run went on from."""
+        """Return the last version, and the version from which the run resumed."""
 
 
 async def run(
     mode: Mode, rundir: RunDir, on_record: OnRecord, runtime: Runtime, begins: Callable[[], None]
 ) -> Outcome:
-    """Runs to the end; `begins` is called first where anything is left to do.  Raises the first
-    RftError, or Interrupted.
+    """Run `mode` to its end; call `begins` first unless the run is complete.
+
+    Raises the first RftError, or Interrupted.
     """
     began = time.monotonic()
     with Signals() as signals:
@@ -108,7 +109,7 @@ async def run(
 
 
 def mode_of(plan: Plan) -> Mode:
-    """The mode that the plan asks for (bench: see `rft.launch.bench`)."""
+    """Return the mode of the plan (bench: see `rft.launch.bench`)."""
     if plan.joins:
         return Explore(plan)
     if plan.trainer.alone:
@@ -117,41 +118,43 @@ def mode_of(plan: Plan) -> Mode:
 
 
 class _Training(Mode):
-    """A process with the trainer: it begins a lineage, and ends with a checkpoint."""
+    """A process with the trainer: it starts a lineage, and ends with a checkpoint."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        self._found: Manifest | None = None  # checkpoint of this run
-        self._other: Manifest | None = None  # of another run, to begin with
+        self._checkpoint: Manifest | None = None  # of this run
+        self._origin: Manifest | None = None  # of another run, to start from
 
     def done(self, rundir: RunDir) -> Version | None:
         total = self.plan.trainer.total_steps
-        self._found = (
+        self._checkpoint = (
             manifests.latest(rundir.checkpoints) if self.plan.continue_from_checkpoint else None
         )
-        if self._found is not None:
-            return self._found.version if self._found.version.step >= total else None
-        self._other = other = origin(self.plan.resume_from_path)
+        if self._checkpoint is not None:
+            if self._checkpoint.version.step >= total:
+                return self._checkpoint.version
+            return None
+        self._origin = other = origin(self.plan.resume_from_path)
         if other is not None and other.version.step >= total:
-            why = (
-                f"is {total}, and steps count on from {other.folder}, which resume_from_path "
-                f"names: write more than "
+            reason = (
+                f"is {total}, and the checkpoint {other.folder} (resume_from_path) has "
+                f"{other.version.step} steps: write more than "
             )
-            why += (
+            reason += (
                 f"{other.version.step}, or begin with the model alone (model.model_path: what "
                 f"rft export gives)"
             )
-            raise ConfigError(why, key="trainer.total_steps", given=total)
+            raise ConfigError(reason, key="trainer.total_steps", given=total)
         return None
 
     def outcome(self) -> tuple[Version, Version | None]:
         last = manifests.latest(self.plan.run_dir / "checkpoints")
         assert last is not None, "a run that ends without an error has a final checkpoint"
-        return last.version, self._found.version if self._found else None
+        return last.version, self._checkpoint.version if self._checkpoint else None
 
 
 class ExploreAndTrain(_Training):
-    """Explorer and trainer around one buffer; without `explores` the explorers are other processes."""
+    """Explorer and trainer with one buffer; without `explores`, explorers are other processes."""
 
     def __init__(self, plan: Plan, *, explores: bool) -> None:
         super().__init__(plan)
@@ -162,7 +165,7 @@ class ExploreAndTrain(_Training):
         plan = self.plan
         await parts.reserve(engines=self._explores, trainer=True)
         exploring = [*engine_specs(plan), *explorer_specs(plan)] if self._explores else []
-        if plan.cluster.shared:  # an engine measures what is free on its GPU when it starts
+        if plan.cluster.shared:  # engines first: they measure the free memory of their GPU
             await parts.start(exploring)
             await self._start_training(parts)
         else:
@@ -175,9 +178,9 @@ class ExploreAndTrain(_Training):
                 for i in range(len(plan.engines))
                 if f"engine-{i}" in parts.nodes
             ]
-            coordinator = parts.made["coordinator"]
+            coordinator = parts.by_name["coordinator"]
             self._joined = await coordinator.join(
-                plan.explorer.name, nodes, parts.engines, None, plan.sync
+                plan.explorer.name, nodes, parts.engines, None, plan.sync_runtime
             )
         return True
 
@@ -187,22 +190,22 @@ class ExploreAndTrain(_Training):
             [PartSpec("buffer", "buffer", (plan,)), *trainer_specs(plan, parts.rundir)]
         )
         self.begun = await begin(
-            parts.made["buffer"],
-            self._found,
-            self._other,
-            (plan.sync.batch_units, plan.sync.step_units),
+            parts.by_name["buffer"],
+            self._checkpoint,
+            self._origin,
+            (plan.schedule.batch_units, plan.schedule.step_units),
         )
-        buffer = Bound(parts.made["buffer"], self.begun.lineage)
+        buffer = Bound(parts.by_name["buffer"], self.begun.lineage)
         node = parts.nodes.get("trainer-0", "")
         wiring = (plan, parts.ranks[0], buffer, self.begun, node, parts.restarts)
         await parts.start([PartSpec("coordinator", "coordinator", wiring)])
 
     async def work(self, parts: Parts, on_record: OnRecord, signals: Signals) -> None:
-        (trainer, *others), coordinator = parts.ranks, parts.made["coordinator"]
-        buffer = Bound(parts.made["buffer"], self.begun.lineage)
-        training = trainer.run(others, buffer, coordinator, coordinator, self.begun)
+        (trainer, *ranks), coordinator = parts.ranks, parts.by_name["coordinator"]
+        buffer = Bound(parts.by_name["buffer"], self.begun.lineage)
+        training = trainer.run(ranks, buffer, coordinator, coordinator, self.begun)
         if self._joined is not None:
-            explorer = parts.made["explorer"]
+            explorer = parts.by_name["explorer"]
             name = self.plan.explorer.name
             exploring = explorer.run(
                 parts.engines, parts.auxiliary, buffer, coordinator, name, self._joined
@@ -236,8 +239,10 @@ class TrainOffline(_Training):
     """The trainer alone, on a data set."""
 
     async def start(self, parts: Parts) -> bool:
-        if self._found is not None and not (begins := windows(self.plan))(self._found.version.step):
-            self._found = manifests.latest(self.plan.run_dir / "checkpoints", begins)
+        if self._checkpoint is not None and not (begins := windows(self.plan))(
+            self._checkpoint.version.step
+        ):
+            self._checkpoint = manifests.latest(self.plan.run_dir / "checkpoints", begins)
         await parts.reserve(engines=False, trainer=True)
         await parts.start(
             [
@@ -245,26 +250,27 @@ class TrainOffline(_Training):
                 PartSpec("coordinator", "monitor", (self.plan,)),
             ]
         )
-        self.begun = begin_offline(self._found, self._other)
+        self.begun = begin_offline(self._checkpoint, self._origin)
         return True
 
     async def work(self, parts: Parts, on_record: OnRecord, signals: Signals) -> None:
-        (trainer, *others), monitor = parts.ranks, parts.made["coordinator"]
-        used = None if self._found is None else self._found.consumption
-        training = trainer.run_offline(others, monitor, self.begun, used)
+        (trainer, *ranks), monitor = parts.ranks, parts.by_name["coordinator"]
+        used = None if self._checkpoint is None else self._checkpoint.consumption
+        training = trainer.run_offline(ranks, monitor, self.begun, used)
         await drive.work(training, None, (trainer,), monitor, on_record, signals, parts.watch())
 
 
 class Explore(Mode):
-    """One explorer of a run whose trainer is another process.  What fails here ends this explorer
-    alone.
+    """An explorer of a run whose trainer is another process.
+
+    A failure ends this explorer alone.
     """
 
     phase = "waiting for the trainer"
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        self._coordinator: Any = None  # proxies, once they are found
+        self._coordinator: Any = None  # proxies, set by `_join`
         self._buffer: Any = None
         self._joined: Joined | None = None
         self._last: Version | None = None
@@ -282,32 +288,34 @@ class Explore(Mode):
         except RunFailed as e:
             ended = await self._trainer_ended()
             if ended and (last := self._finished()) is not None:
-                self._last = last  # while this process was starting
+                self._last = last  # the run ended while this process was starting
                 return False
             raise self._explained(e) if ended else e from None
         return True
 
     async def _join(self, parts: Parts) -> None:
-        """Find the trainer's process, and join with engines."""
+        """Find the trainer's process and join with engines."""
         plan = self.plan
         name = self.plan.explorer.name
-        _, found = await rendezvous.find(plan, {"name": name, "config": plan.monitor.config})
-        self._coordinator = found["coordinator"]
-        self._buffer = found["buffer"]
+        _, remote_parts = await rendezvous.find(
+            plan, {"name": name, "config": plan.tracked_run.config}
+        )
+        self._coordinator = remote_parts["coordinator"]
+        self._buffer = remote_parts["buffer"]
         parts.rundir.state("starting")
         parts.plan = replace(plan, run_dir=parts.rundir.path)
         await parts.reserve(engines=True, trainer=False)
         await parts.start([*engine_specs(parts.plan), *explorer_specs(parts.plan)])
         nodes = [parts.nodes[f"engine-{i}"] for i in range(len(plan.engines))]
         self._joined = await self._coordinator.join(
-            name, nodes, parts.engines, parts.made["explorer"], plan.sync
+            name, nodes, parts.engines, parts.by_name["explorer"], plan.sync_runtime
         )
         self.begun = self._joined.start
 
     async def work(self, parts: Parts, on_record: OnRecord, signals: Signals) -> None:
         assert self._joined is not None
         coordinator = self._coordinator
-        explorer = parts.made["explorer"]
+        explorer = parts.by_name["explorer"]
         me = (self.plan.explorer.name, self._joined.member)
         exploring = explorer.run(
             parts.engines, parts.auxiliary, self._buffer, coordinator, me[0], self._joined
@@ -331,9 +339,7 @@ class Explore(Mode):
         return self._last, None if self._joined is not None else self._last
 
     def _finished(self) -> Version | None:
-        """The end of a run that needs no explorer any more, as far as its folder can be seen from
-        here.
-        """
+        """Return the last version of a complete run, if its folder is visible here."""
         last = manifests.latest(self.plan.run_dir / "checkpoints")
         return (
             None
@@ -342,7 +348,7 @@ class Explore(Mode):
         )
 
     async def _trainer_ended(self) -> bool:
-        """Whether a coordinator was found and does not answer any more."""
+        """Return whether the coordinator has stopped answering."""
         try:
             if self._coordinator is not None:
                 await asyncio.wait_for(self._coordinator.records(1 << 40, wait=False), ANSWER_S)

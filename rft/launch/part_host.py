@@ -1,4 +1,4 @@
-"""The actor that hosts a part in a process of its own, and what that process prints and logs."""
+"""The actor that hosts a part in its own process, with the output files of that process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rft.errors import (
-    EngineFailed,
-    RftError,
-)
+from rft.errors import EngineFailed, RftError
 from rft.launch import leftovers
 from rft.launch.rundir import PRIVATE
 from rft.secrets import ErrorTeller, learn_secrets, node_folder, redact, to_file
@@ -28,16 +25,14 @@ from rft.worker.threads import contained
 from rft.worker.waiting import Activity, activities
 
 log = logging.getLogger(__name__)
-MOST_LINES = 20  # errors of one part that are told on the terminal
+MOST_LINES = 20  # errors of one part printed on the terminal
 
 
 class Host:
-    """Body of every actor: builds one part with a factory of `rft.launch.parts` and passes calls on
-    to it.
+    """Body of every actor: builds one part with a factory of `rft.launch.parts` and forwards calls.
 
-    What it is made of comes with its construction, so that Ray can make it anew in another process.
-     `secrets` are what the launcher has learnt from the configuration, so that this process keeps
-     them out of its files too.
+    The constructor takes all arguments, so that Ray can restart the actor in another process.
+    `secrets` of the configuration are redacted in this process's files, too.
     """
 
     def __init__(
@@ -61,22 +56,18 @@ class Host:
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
-        """Builds the part, where there is none yet.  What a process that was it before has left is
-        ended first.
-        """
+        """Build the part once, after ending leftovers of an earlier process of this part."""
         async with self._starting:
             if self._part is None:
                 for line in await asyncio.to_thread(leftovers.end_former):
                     log.warning("%s: %s", self._name, line)
-                with contained(f"a plugin in {self._name}"), _kept():
+                with contained(f"a plugin in {self._name}"), _without_garbage_collection():
                     self._part = await getattr(
                         importlib.import_module("rft.launch.parts"), self._factory
                     )(*self._args)
 
     async def broken(self) -> str:
-        """Why the part cannot answer any more although this process lives; empty where it can, or
-        is not built.
-        """
+        """Return the error of the part's health check; empty if it is healthy or not built."""
         try:
             if self._part is not None:
                 await self._part.health()
@@ -91,27 +82,25 @@ class Host:
             return await getattr(self._part, method)(*args, **kwargs)
 
     async def beat(self) -> tuple[str, int]:
-        """Says that this process answers: its machine and number."""
+        """Return machine and pid of this process."""
         return os.uname().nodename, os.getpid()
 
     async def activities(self) -> list[Activity]:
-        """What this process works on and whom it waits for."""
+        """Return the activities of this process."""
         return activities()
 
     async def last(self) -> None:
-        """As long as this process lives."""
+        """Wait for ever: the call fails when this process ends."""
         await asyncio.Event().wait()
 
-    async def errors(self, seen: int) -> list[str]:
-        """What it has logged as errors after the first `seen`; waits for one."""
-        return await self._errors.after(seen)
+    async def errors(self, skip: int) -> list[str]:
+        """Wait for logged errors after the first `skip`, and return them."""
+        return await self._errors.after(skip)
 
 
 @contextmanager
-def _kept() -> Iterator[None]:
-    """What is imported and built in the block stays: looking for garbage in it takes a fifth of the
-    time.
-    """
+def _without_garbage_collection() -> Iterator[None]:
+    """Disable garbage collection, which takes a fifth of the time of imports."""
     gc.disable()
     try:
         yield
@@ -120,7 +109,7 @@ def _kept() -> Iterator[None]:
 
 
 class ErrorLines:
-    """Lines from any thread, for one who waits for them in the event loop."""
+    """Lines added from any thread, for one waiter in the event loop."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -136,19 +125,19 @@ class ErrorLines:
             if self._waiting is not None and not self._waiting[0].is_closed():
                 self._waiting[0].call_soon_threadsafe(self._waiting[1].set)
 
-    async def after(self, seen: int) -> list[str]:
+    async def after(self, skip: int) -> list[str]:
         event = asyncio.Event()
         with self._lock:
             self._waiting = asyncio.get_running_loop(), event
-            if len(self._lines) > seen:
+            if len(self._lines) > skip:
                 event.set()
         await event.wait()
         with self._lock:
-            return self._lines[seen:]
+            return self._lines[skip:]
 
 
 def own_output(logs: Path, name: str, level: str) -> None:
-    """This process writes its log to `logs/name.log` and everything it or its children print to
+    """Send this process's log to `logs/name.log`, and its and its children's output to
     `logs/name.out`.
     """
     os.umask(PRIVATE)
@@ -166,7 +155,7 @@ def own_output(logs: Path, name: str, level: str) -> None:
 
 
 class _RedactingStream(io.TextIOWrapper):
-    """What plugins print goes into a file of the run, so it passes the same filter as the log."""
+    """Redacts the output of plugins, like the log."""
 
     def write(self, text: str, /) -> int:
         super().write(redact(text))

@@ -1,7 +1,7 @@
-"""Builds the parts of a run from its Plan, in whatever process they live.
+"""Build the parts of a run from its Plan, in any process.
 
-Each factory is awaited in the process that will own the part.  A local runtime calls them one after
-the other; with Ray every part sits in an actor (`remote.Host`) and the others see it through a
+Each factory is awaited in the process that will own the part.  A local runtime calls the factories
+in turn; with Ray every part is in an actor (`part_host.Host`), and other parts call it through a
 proxy.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 
 from rft.config.plan import Plan
-from rft.engine.settings import AuxiliarySettings, EngineSettings
+from rft.engine.settings import AuxiliarySettings, EngineSettings, ExternalPolicyConfig
 from rft.errors import SetupError
 from rft.files.disk import write_whole
 from rft.launch.remote import Proxy
@@ -66,19 +66,19 @@ async def buffer(plan: Plan) -> Any:
         data = await asyncio.to_thread(open_offline_data, plan.expert)
         rows = [r for r in data.records if isinstance(r, Demonstration)]
         mix = Mix(plan.mix, demonstrations(rows, taskset=plan.mix.name))
-    made = Buffer(
+    instance = Buffer(
         dataclasses.replace(plan.buffer, vocab_size=vocab_size(Path(plan.learner.model_path))),
         mix=mix,
     )
-    await made.open()
-    return made
+    await instance.open()
+    return instance
 
 
 # ---------------------------------------------------------------- engine
 
 
 async def engine(plan: Plan, settings: EngineSettings) -> Engine:
-    """A rollout engine, or one of an auxiliary model."""
+    """Make a rollout engine, or an engine of an auxiliary model."""
     from rft.engine.built_in import make
     from rft.plugins import load_all
 
@@ -87,8 +87,10 @@ async def engine(plan: Plan, settings: EngineSettings) -> Engine:
 
 
 def _reviver(engines: Sequence[Any]) -> Callable[[int], Awaitable[None]] | None:
-    """How to give an engine a new process, where it has one."""
-    return (lambda i: engines[i].restart()) if engines and isinstance(engines[0], Proxy) else None
+    """Return a function that restarts an engine's process, if engines have processes."""
+    if engines and isinstance(engines[0], Proxy):
+        return lambda i: engines[i].restart()
+    return None
 
 
 # ---------------------------------------------------------------- coordinator
@@ -128,8 +130,9 @@ class ExplorerPart:
         name: str,
         joined: Joined,
     ) -> None:
-        """Explores as `name`, which has joined.  `auxiliary`: of every auxiliary model its engines,
-        none for one behind a server.
+        """Explore as `name`, which has joined.
+
+        `auxiliary`: local engines of each auxiliary model.
         """
         from rft.engine.pool import EnginePool
         from rft.explorer.explorer import Explorer
@@ -173,7 +176,7 @@ class ExplorerPart:
         sink: Any,
         version: Version,
     ) -> dict[str, float]:
-        """Evaluates the weights that the engines serve; what was reported."""
+        """Evaluate the weights that the engines serve; return the reported metrics."""
         from rft.engine.pool import EnginePool
         from rft.explorer.evaluate import bench, spent
         from rft.reward.run_folder import run_folder
@@ -183,29 +186,35 @@ class ExplorerPart:
             server = self.plan.engines[0].external
             policy = EnginePool([*engines, *await _servers(self.plan.engines, clients)])
             models, reports = await _models(self.plan, auxiliary, clients), cast(MetricSink, sink)
-            told = await bench(
+            values = await bench(
                 self.plan.explorer, cast(ChatModel, policy), reports, version, models=models
             )
-            return told if server is None else told | await spent(server, policy, reports)
+            if isinstance(server, ExternalPolicyConfig):
+                values |= await spent(server, policy, reports)
+            return values
 
     async def stop(self) -> None:
         if self._explorer is not None:
             await self._explorer.stop()
 
     async def close(self) -> None:
-        """`run` closes what it opens."""
+        """Do nothing: `run` closes its models."""
 
 
 async def _models(
     plan: Plan, auxiliary: Sequence[Sequence[Any]], clients: AsyncExitStack
 ) -> dict[str, ChatModel]:
-    """The auxiliary models by name."""
+    """Return the auxiliary models by name."""
     from rft.engine.pool import EnginePool
 
     models: dict[str, ChatModel] = {}
-    for settings, given in zip(plan.auxiliary, auxiliary, strict=True):
-        engines = [*given, *await _servers(settings.engines, clients)]
-        how: dict[str, Any] = {"max_concurrent": settings.max_concurrent, "revive": _reviver(given)}
+    for settings, proxies in zip(plan.auxiliary, auxiliary, strict=True):
+        engines = [*proxies, *await _servers(settings.engines, clients)]
+        how: dict[str, Any] = {
+            "max_concurrent": settings.max_concurrent,
+            "revive": _reviver(proxies),
+            "unscorable": settings.unscorable,
+        }
         pool = EnginePool(
             engines, identity=identity(settings), name=f"model {settings.names[0]}", **how
         )
@@ -214,19 +223,17 @@ async def _models(
 
 
 async def _servers(engines: Sequence[EngineSettings], clients: AsyncExitStack) -> list[Any]:
-    """Clients of those that are behind servers; they live in this process and are closed with
-    `clients`.
-    """
+    """Make clients of external engines in this process; they are closed with `clients`."""
     from rft.engine.built_in import make
 
-    made = [await make(e) for e in engines if e.external is not None]
-    for client in made:
+    servers = [await make(e) for e in engines if e.external is not None]
+    for client in servers:
         clients.push_async_callback(client.close)
-    return made
+    return servers
 
 
 def identity(settings: AuxiliarySettings) -> str:
-    """Which model it is: its files, or its name and server."""
+    """Identify a model by its files, or by its name and server."""
     first = settings.engines[0]
     if (server := first.external) is None:
         return f"{first.model_path} ({first.dtype})"
@@ -236,23 +243,23 @@ def identity(settings: AuxiliarySettings) -> str:
 async def _observers(
     plan: Plan, policy: ChatModel, models: dict[str, ChatModel], servers: AsyncExitStack
 ) -> None:
-    """Servers for people outside the run; their addresses and keys stand in a file that only its
-    owner can read.
-    """
+    """Serve models to programs outside the run; addresses and keys are in a file with mode 0600."""
     from rft.workflow.endpoint import public
 
-    found = {}
+    served = {}
     for api in plan.explorer.apis:
         name = api.model or "policy"
         model = policy if api.model is None else models[api.model]
-        found[name] = await servers.enter_async_context(
+        served[name] = await servers.enter_async_context(
             public(model, name, port=api.port, key=api.key)
         )
-        log.info("%s is served at %s; the key is in openai_api.json", name, found[name]["base_url"])
-    if found:
+        log.info(
+            "%s is served at %s; the key is in openai_api.json", name, served[name]["base_url"]
+        )
+    if served:
         file = plan.run_dir / "openai_api.json"
         file.touch(mode=0o600)
-        file.write_text(json.dumps(found, indent=1))
+        file.write_text(json.dumps(served, indent=1))
         servers.callback(file.unlink, missing_ok=True)
 
 
@@ -275,15 +282,20 @@ class TrainerPart:
         self._transport: Any = None
 
     async def run(
-        self, others: Sequence[Any], reader: Any, sync: Any, sink: Any, start: Start
+        self, other_ranks: Sequence[Any], reader: Any, sync: Any, sink: Any, start: Start
     ) -> None:
         from rft.sync.transport.choose import make
 
-        self._transport = make(self.plan.sync, self.plan.run_dir / "sync", _address(self.plan))
+        self._transport = make(
+            self.plan.sync,
+            self.plan.run_dir / "sync",
+            _address(self.plan),
+            self.plan.sync_runtime.backend,
+        )
         when = schedule(self.plan, start)
         try:
             await self._train(
-                others,
+                other_ranks,
                 reader,
                 cast(WeightSync, sync),
                 sink,
@@ -297,18 +309,19 @@ class TrainerPart:
             self._transport.close()
 
     async def run_offline(
-        self, others: Sequence[Any], sink: Any, start: Start, consumption: Consumption | None
+        self, other_ranks: Sequence[Any], sink: Any, start: Start, consumption: Consumption | None
     ) -> None:
-        """Train on a data set, with no engines to sample from or publish to.  `consumption`: what
-        the checkpoint of `start` says.
+        """Train on a data set without engines.
+
+        `consumption`: that of the checkpoint of `start`.
         """
         from rft.taskset.base import OTHER_ROWS
         from rft.taskset.offline_data import open_offline_data
-        from rft.trainer.offline_reader import HeldOut, OfflineReader
+        from rft.trainer.loop.offline_reader import HeldOut, OfflineReader
 
         s = self.plan.trainer
         if s.replay_run is not None:
-            await self._replay(others, s.replay_run, sink, start, consumption)
+            await self._replay(other_ranks, s.replay_run, sink, start, consumption)
             return
         assert s.offline_data is not None and s.batch_groups is not None, "the plan says so"
         data = await asyncio.to_thread(open_offline_data, s.offline_data)
@@ -331,7 +344,7 @@ class TrainerPart:
         if consumption is not None:
             reader.go_on(start.step, consumption)
         await self._train(
-            others,
+            other_ranks,
             reader,
             None,
             sink,
@@ -343,35 +356,41 @@ class TrainerPart:
 
     async def _replay(
         self,
-        others: Sequence[Any],
+        other_ranks: Sequence[Any],
         run: Path,
         sink: Any,
         start: Start,
         consumption: Consumption | None,
     ) -> None:
-        """The steps of another run, on the rows that each of them used."""
+        """Train on the rows that each step of another run used."""
         from rft.buffer.replay_reader import ReplayReader
 
         with ReplayReader(run) as reader:
             if consumption is not None:
                 reader.go_on(start.step, consumption)
             await self._train(
-                others, reader, None, sink, start, transport=None, must_publish=windows(self.plan)
+                other_ranks,
+                reader,
+                None,
+                sink,
+                start,
+                transport=None,
+                must_publish=windows(self.plan),
             )
 
     async def _train(
         self,
-        others: Sequence[Any],
+        other_ranks: Sequence[Any],
         reader: Any,
         sync: WeightSync | None,
         sink: Any,
         start: Start,
         **how: Any,
     ) -> None:
-        from rft.trainer.ranks import Ranks
-        from rft.trainer.trainer import Trainer
+        from rft.trainer.loop.ranks import Ranks
+        from rft.trainer.loop.trainer import Trainer
 
-        ranks = Ranks(self.learner, others)
+        ranks = Ranks(self.learner, other_ranks)
         if start.checkpoint is not None:
             await ranks.load(start.checkpoint)
         how |= {"lineage": start.lineage, "start_step": start.step, "parent": start.parent}
@@ -391,21 +410,21 @@ class TrainerPart:
     async def send(self, manifest: WeightManifest) -> None:
         await self._transport.send(manifest)
 
-    async def abandon(self, round: int, reason: str) -> None:
-        await self._transport.abandon(round, reason)
+    async def abort_round(self, round: int, reason: str) -> None:
+        await self._transport.abort_round(round, reason)
 
     async def stop(self) -> None:
         if self._trainer is not None:
             await self._trainer.stop()
 
     async def call(self, method: str, *args: Any) -> Any:
-        """One collective call on this rank's learner (ranks above 0)."""
+        """Run a collective method of this rank's learner (ranks above 0)."""
         return await asyncio.get_running_loop().run_in_executor(
             self._thread, getattr(self.learner, method), *args
         )
 
     async def aside(self, method: str, *args: Any) -> Any:
-        """A call that is not collective, while one that is may be at work."""
+        """Run a method that may overlap collective calls."""
         return await asyncio.to_thread(getattr(self.learner, method), *args)
 
     async def close(self) -> None:
@@ -413,7 +432,7 @@ class TrainerPart:
 
 
 def _address(plan: Plan) -> str:
-    """Where engines find this process when it sends them something."""
+    """Return the address of this process for engines."""
     if plan.cluster.node_num == 1 and plan.mode != "train":
         return "127.0.0.1"
     import ray.util
@@ -422,31 +441,34 @@ def _address(plan: Plan) -> str:
 
 
 def ready_to_meet(plan: Plan, rank: int, rendezvous: str) -> None:
-    """Where ranks are on several machines: they see one folder, and gloo takes the network between
-    them.  Raises SetupError.
+    """Check that ranks on several machines share a folder, and set gloo's network interface.
+
+    Raises SetupError.
     """
     host = os.uname().nodename
     name = "GLOO_SOCKET_IFNAME"
     if not Path(rendezvous).exists():
-        why = (
+        reason = (
             "ranks on several machines need checkpoint_root_dir on a file system that all of "
             "them mount"
         )
-        raise SetupError(f"trainer rank {rank} on {host} does not see {rendezvous}: {why}")
+        raise SetupError(f"trainer rank {rank} on {host} does not see {rendezvous}: {reason}")
     if plan.cluster.node_num > 1 and name not in os.environ:
         address = _address(plan)
-        found = [n for n, at in psutil.net_if_addrs().items() if address in (a.address for a in at)]
-        if not found:
+        interfaces = [
+            n for n, at in psutil.net_if_addrs().items() if address in (a.address for a in at)
+        ]
+        if not interfaces:
             raise SetupError(
                 f"no network interface of {host} has Ray's address {address}; set {name} to that "
                 f"which ranks can use"
             )
-        os.environ[name] = found[0]
+        os.environ[name] = interfaces[0]
 
 
 async def trainer(plan: Plan, rank: int, rendezvous: str | None) -> TrainerPart:
     from rft.plugins import load_all
-    from rft.trainer.learner import Learner
+    from rft.trainer.loop.learner import Learner
 
     if rendezvous is not None:
         ready_to_meet(plan, rank, rendezvous)

@@ -1,8 +1,7 @@
-"""What a person sees while a run trains: a bar on a terminal, one line per step elsewhere.
+"""Progress of a run: a bar on a terminal, one line per step elsewhere.
 
-Knows metric records, and what is logged with `extra=STARTING`; no Ray and no part of the run.  The
-one invariant: it never changes or delays anything; all it knows is in metrics.jsonl and the logs
-too.
+Knows metric records, and log records with `extra=STARTING`; no Ray and no part of the run.
+Invariant: it changes and delays nothing, and shows only content of metrics.jsonl and the logs.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Self
 from rft.launch.rundir import RunDir
 from rft.monitor.curves import is_evaluation, is_main, main_values, sparkline
 from rft.monitor.read import AllSeries, Records
-from rft.secrets import redact
+from rft.secrets import redact, safe
 from rft.sync.waits import cancel
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
@@ -33,19 +32,19 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 log = logging.getLogger(__name__)
-STARTING = {"starting": True}  # marks what is logged for those who wait for the first step
-QUIET_S = 15.0  # without any line, at most
-# of a service, which may wait for hours: each further line about waiting comes twice as late
+STARTING = {"starting": True}  # marks log records shown until the first step
+QUIET_S = 15.0  # longest time without a line
+# limit for a service, which may wait for hours: each line about waiting doubles the time to the
+# next
 SERVICE_QUIET_S = 600.0
 _WINDOW = 10  # steps over which the time per step is averaged
 
 
 class Progress:
-    """`update` takes every record of the run, in any order; steps are those of the trainer.
+    """Context manager that shows the bar while open; `update` takes records in any order.
 
-    `total_steps` None means "until it is stopped".  A context manager: the bar is there while it is
-    open. `what`: the run is, where it makes no steps.  `served`: clients bring its rows, whose pace
-    foretells nothing.
+    `total_steps` None: until stopped.  `what`: name of a run without steps.  `served`: clients
+    supply the rows, so there is no ETA.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Progress:
         self._bar: Bar | None = None
         self._times: deque[float] = deque(maxlen=_WINDOW)
         self._began = 0.0
-        self._said = 0.0  # when the last line was
+        self._last_line = 0.0  # time of the last line
         self._quiet_s = QUIET_S
         self._starting = _Handler(self.started)
 
@@ -99,7 +98,7 @@ class Progress:
             self._bar.stop()
 
     def started(self, record: logging.LogRecord) -> None:
-        """Show that a part is there."""
+        """Show that a part has started."""
         if "starting" in vars(record):
             self._say(f"start {record.getMessage()}, {duration(time.monotonic() - self._began)}")
 
@@ -107,9 +106,7 @@ class Progress:
     async def telling(
         self, look: Callable[[], Awaitable[Sequence[Activity]]]
     ) -> AsyncIterator[None]:
-        """While open, whom the run waits for is said whenever nothing else was for QUIET_S; `look`
-        finds out within ACTIVITY_S.
-        """
+        """Print the current waits after QUIET_S without a line; `look` takes at most ACTIVITY_S."""
         timer = asyncio.ensure_future(self._tell(look))
         try:
             yield
@@ -118,16 +115,16 @@ class Progress:
 
     async def _tell(self, look: Callable[[], Awaitable[Sequence[Activity]]]) -> None:
         while True:
-            if (left := self._said + self._quiet_s - ACTIVITY_S - clock()) > 0:
-                # a line in between makes the next one due earlier
-                await asyncio.sleep(min(left, QUIET_S - ACTIVITY_S))
+            if (remaining_s := self._last_line + self._quiet_s - ACTIVITY_S - clock()) > 0:
+                # a line meanwhile shortens the time to the next
+                await asyncio.sleep(min(remaining_s, QUIET_S - ACTIVITY_S))
                 continue
-            before, text = self._said, sentence(await look())
-            if self._said == before:
+            before, text = self._last_line, sentence(await look())
+            if self._last_line == before:
                 self._wait(text)
 
     def update(self, record: MetricRecord) -> None:
-        """Show what `record` adds."""
+        """Show a record."""
         for name, value in record.values.items():
             if name.startswith("eval/") and is_evaluation(name):
                 self._say(
@@ -135,7 +132,7 @@ class Progress:
                 )
         for note in record.notes:
             self._say(f"note  {record.role} {record.step}: {note}")
-        if "perf/step_s" in record.values:  # else an alarm
+        if "perf/step_s" in record.values:  # not an alarm
             self._step(record)
         elif record.role == "synchronizer" and self._bar is not None and not self._times:
             self._bar.update(self._bar.task_ids[0], description="exploring")
@@ -144,7 +141,7 @@ class Progress:
         log.info("%s", text)
         quiet_s = QUIET_S if not self._served else min(2 * self._quiet_s, SERVICE_QUIET_S)
         if self._bar is not None:
-            self._said = clock()
+            self._last_line = clock()
             self._bar.update(self._bar.task_ids[0], description=redact(text))
         else:
             self._say(f"wait  {text}")
@@ -154,12 +151,12 @@ class Progress:
         seconds = record.values["perf/step_s"]
         self._times.append(seconds)
         facts = step_facts(record.values, seconds)
-        left = (
+        remaining_s = (
             None
             if self._total is None or self._served
             else max(self._total - record.step, 0) * sum(self._times) / len(self._times)
         )
-        eta = "" if left is None else f"  ETA {duration(left)}"
+        eta = "" if remaining_s is None else f"  ETA {duration(remaining_s)}"
         if self._bar is not None:
             self._bar.update(
                 self._bar.task_ids[0],
@@ -168,13 +165,13 @@ class Progress:
                 facts=facts + eta,
             )
         else:
-            of = "" if self._total is None else f"/{self._total}"
-            self._say(f"step {record.step}{of}  {facts}{eta}")
+            out_of = "" if self._total is None else f"/{self._total}"
+            self._say(f"step {record.step}{out_of}  {facts}{eta}")
 
     def _say(self, line: str) -> None:
-        self._console.print(redact(line), markup=False)
-        self._console.file.flush()  # a log file or a pipe shows each line when it happens
-        self._said = clock()
+        self._console.print(safe(redact(line), lines=True), markup=False)
+        self._console.file.flush()  # files and pipes get each line at once
+        self._last_line = clock()
         self._quiet_s = QUIET_S
 
 
@@ -188,7 +185,7 @@ class _Handler(logging.Handler):
 
 
 def summary(run_dir: Path, version: Version, seconds: float, resumed_from: Version | None) -> None:
-    """The last lines of a run that went well."""
+    """Print the last lines of a successful run."""
     if seconds == 0.0 and resumed_from is not None:
         print(
             f"nothing to do: {run_dir} is trained to step {version.step} already.  To continue, "
@@ -215,7 +212,7 @@ def summary(run_dir: Path, version: Version, seconds: float, resumed_from: Versi
 
 
 def next_steps(run_dir: Path | str) -> list[str]:
-    """Commands that show more of a run."""
+    """Return commands that show more of a run."""
     folder = shlex.quote(str(run_dir))
     return [
         f"rft view {folder}",
@@ -225,16 +222,16 @@ def next_steps(run_dir: Path | str) -> list[str]:
 
 
 def curve_lines(measured: AllSeries) -> list[str]:
-    """The reward and every evaluation as one line each: from, a line of blocks, to."""
-    found = main_values(measured)
+    """Return a line for the reward and for each evaluation: first value, sparkline, last value."""
+    curves = main_values(measured)
     return [
         f"{values[0]:.3f} {sparkline(values, 32)} {values[-1]:.3f}  {name}"
-        for name, values in found.items()
+        for name, values in curves.items()
     ]
 
 
 def step_facts(values: dict[str, float], seconds: float) -> str:
-    """One line about a train step; what its record does not say is left out."""
+    """Describe a train step in one line, with the values that its record has."""
     tokens = values.get("experience/response_tokens")
     shown = (
         ("reward", values.get("experience/reward/mean"), ".3f"),
@@ -255,12 +252,14 @@ def step_facts(values: dict[str, float], seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """7s, 3m20s, 2h05m."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    minutes, rest = divmod(whole, 60)
-    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+    """Format seconds as 7s, 3m20s or 2h05m."""
+    total = round(seconds)
+    if total < 60:
+        return f"{total}s"
+    minutes, rest = divmod(total, 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    return f"{minutes // 60}h{minutes % 60:02d}m"
 
 
 def _bar(console: Console) -> Bar:

@@ -1,8 +1,7 @@
-"""Calls into Ray that may wait, each with a name and a deadline; and Ray's processes on this
-machine, which are named when they fail.
+"""Calls into Ray with a name and a deadline, and Ray's processes on this machine by name.
 
-Knows no part of a run.  Invariant: no call holds up the event loop or the end of the interpreter:
-it waits in a daemon thread.
+Knows no part of a run.  Invariant: a call waits in a daemon thread, so it delays neither the event
+loop nor the end of the interpreter.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ import psutil
 from rft.errors import RayFailed
 
 T = TypeVar("T")
-# for an answer of Ray, whose library ends any process that does not reach the GCS for 60 s
-ANSWER_S = 45.0
-LOOK_S = 1.0  # between two looks at Ray's processes
+ANSWER_S = 45.0  # Ray's library ends any process that does not reach the GCS for 60 s
+LOOK_S = 1.0  # interval of checks of Ray's processes
 _TITLES = (
     ("raylet", re.compile(r"\S*/raylet ")),
     ("gcs_server", re.compile(r"\S*/gcs_server ")),
@@ -31,7 +29,7 @@ _TITLES = (
         re.compile(r"ray::RuntimeEnvAgent\b|\S+ .*runtime_env/agent/main\.py "),
     ),
 )
-# with its title, or before it has one
+# a part with or without its title
 _PART = re.compile(r"^ray::(\w+)|^VLLM::\w+|default_worker\.py")
 _STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
 
@@ -39,11 +37,9 @@ _STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
 def in_daemon(
     ask: Callable[..., T], *args: Any, until: threading.Event | None = None, **options: Any
 ) -> Future[T]:
-    """What `ask` gives, from a daemon thread of its own, which lasts until the event `until` is
-    set.
-    """
+    """Call `ask` in a new daemon thread, which lasts until the event `until` is set."""
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # from now on a waiter that gives up cannot cancel it
+    future.set_running_or_notify_cancel()  # a cancelled waiter cannot cancel it
 
     def run() -> None:
         try:
@@ -60,8 +56,9 @@ def in_daemon(
 async def answer(
     what: str, ask: Callable[..., T], *args: Any, timeout_s: float = ANSWER_S, **options: Any
 ) -> T:
-    """What the call into Ray gives.  `what` completes "Ray did not ...".  Raises RayFailed past the
-    deadline.
+    """Await a call into Ray.
+
+    Raises RayFailed ("Ray did not `what`") past the deadline.
     """
     future = asyncio.wrap_future(in_daemon(ask, *args, **options))
     done, _ = await asyncio.wait([future], timeout=timeout_s)
@@ -71,11 +68,11 @@ async def answer(
 
 
 class RayProcesses:
-    """Ray's own processes on this machine; `processes` may hold others, which are left out."""
+    """Ray's own processes on this machine; `add` ignores all other processes."""
 
     def __init__(self, processes: Iterable[psutil.Process] = ()) -> None:
         self._names: dict[psutil.Process, str] = {}
-        self._stopped: dict[psutil.Process, int] = {}  # for how many looks in a row
+        self._stopped: dict[psutil.Process, int] = {}  # consecutive checks in which it was stopped
         self.add(processes)
 
     def add(self, processes: Iterable[psutil.Process]) -> None:
@@ -87,14 +84,14 @@ class RayProcesses:
         return [p for p in self._names if _status(p) in _STOPPED]
 
     def trouble(self) -> str:
-        """Which of them have ended or are stopped at this moment; empty if none."""
+        """Name processes that have ended or are stopped now; empty if none."""
         return self._named(self.stopped())
 
     def failed(self, stopped_s: float | None) -> str:
-        """Which of them have ended, or were stopped for `stopped_s` (None: for ever); to be asked
-        every LOOK_S.
+        """Name processes that have ended, or are stopped for `stopped_s` (None: no limit).
 
-        Looks are counted, not seconds: while this process is suspended as well, nothing is wrong.
+        Call it every LOOK_S.  It counts calls, not seconds, so that a suspension of this process,
+        too, is no failure.
         """
         self._stopped = {p: self._stopped.get(p, 0) + 1 for p in self.stopped()}
         limit = float("inf") if stopped_s is None else stopped_s
@@ -106,30 +103,28 @@ class RayProcesses:
 
 
 def local_processes(raylet_socket: str, session: str) -> list[psutil.Process]:
-    """Of a Ray that is there: the raylet of this socket, its agents, and the GCS where it is on
-    this machine.
-    """
-    found = []
+    """Return the raylet of this socket, its agents, and the GCS if it is on this machine."""
+    processes = []
     for process in psutil.process_iter():
         title = title_of(process)
         if title == "gcs_server" and session in _command(process):
-            found.append(process)
+            processes.append(process)
         elif title == "raylet" and f"{raylet_socket} " in f"{_command(process)} ":
-            found += [process, *process.children()]
-    return found
+            processes += [process, *process.children()]
+    return processes
 
 
 def stopped_parts() -> dict[psutil.Process, str]:
-    """Processes of parts below this one that are stopped, with their names."""
-    found = {}
+    """Return stopped processes of parts below this one, with their names."""
+    parts = {}
     for process in psutil.Process().children(recursive=True):
         if (
             _status(process) in _STOPPED
             and (part := _PART.search(_command(process)))
             and not title_of(process)
         ):
-            found[process] = f"{part[1] or part[0]} (pid {process.pid})"
-    return found
+            parts[process] = f"{part[1] or part[0]} (pid {process.pid})"
+    return parts
 
 
 def title_of(process: psutil.Process) -> str:
@@ -145,9 +140,11 @@ def _command(process: psutil.Process) -> str:
 
 
 def _status(process: psutil.Process) -> str | None:
-    """None for one that has ended."""
+    """Return the status, or None for a process that has ended."""
     try:
         status = str(process.status()) if process.is_running() else psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return None
-    return None if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else status
+    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        return None
+    return status

@@ -1,6 +1,4 @@
-"""Parts in Ray actors: start the cluster, place and build the parts, watch them, leave nothing
-behind.  The other runtime is local.
-"""
+"""Runtime of parts in Ray actors: start the cluster, place, build and watch the parts, clean up."""
 
 from __future__ import annotations
 
@@ -36,23 +34,23 @@ from rft.sync.waits import all_of, cancel, race
 from rft.worker.waiting import ACTIVITY_S, Activity, activities, works
 
 log = logging.getLogger(__name__)
-RESTARTS = 3  # of one engine that dies
-LET_UP_S = 30.0  # for a Ray that is starting, once the run is to end
+RESTARTS = 3  # most restarts of a dying engine
+LET_UP_S = 30.0  # limit for a Ray that is starting when the run ends
 TIMELINE = "ray_timeline.json"
-KILL_S = 2.0  # for Ray to take an order; its processes end with it in any case
+KILL_S = 2.0  # for Ray to accept a kill; its processes end with it in any case
 ASK_GCS_S = 10.0
 
 
 class RayRuntime(Runtime):
     @asynccontextmanager
     async def open(self, plan: Plan, rundir: RunDir, signals: Signals) -> AsyncIterator[Parts]:
-        """Parts on the Ray of the plan; nothing of the run's id is left afterwards."""
+        """Open parts on the plan's Ray; on exit end and remove everything with the run's id."""
         os.environ[leftovers.RUN_ID], ended = rundir.run_id, threading.Event()
         connecting = asyncio.ensure_future(_connect(plan.cluster, ended))
         try:
             with works("starting Ray"):
                 cluster = await signals.guard(asyncio.shield(connecting))
-            signals.take()
+            signals.install()
             log.info("Ray is up", extra=STARTING)
         except BaseException as e:
             if (
@@ -60,8 +58,7 @@ class RayRuntime(Runtime):
                 and plan.cluster.ray_address is None
                 and not await _let_up(connecting, signals)
             ):
-                # asked twice: this process ends at once, Ray's processes with it, and the next
-                # start cleans up
+                # second signal: end at once with Ray's processes; the next start cleans up
                 raise
             ended.set()
             _clean(rundir.run_id)
@@ -71,8 +68,8 @@ class RayRuntime(Runtime):
             self.parts = RayParts(plan, rundir, cluster, signals)
             yield self.parts
         except (RunFailed, SetupError) as e:
-            if not isinstance(e, RayFailed) and (why := cluster.watched.trouble()):
-                raise RayFailed(f"{why}, and {type(e).__name__}: {e}") from e
+            if not isinstance(e, RayFailed) and (trouble := cluster.watched.trouble()):
+                raise RayFailed(f"{trouble}, and {type(e).__name__}: {e}") from e
             raise
         except Interrupted:
             interrupted = True
@@ -82,7 +79,7 @@ class RayRuntime(Runtime):
             try:
                 await asyncio.to_thread(cluster.close)
             except RayFailed as e:
-                if not interrupted:  # else the program ends in a way that needs nothing of Ray
+                if not interrupted:  # else the program ends without Ray's exit handlers
                     raise
                 log.warning("%s", e)
             finally:
@@ -91,11 +88,10 @@ class RayRuntime(Runtime):
 
 
 async def _let_up(connecting: asyncio.Future[Cluster], signals: Signals) -> bool:
-    """Closes a Ray that is still starting once it is up; False if a second signal comes first, or
-    it takes longer than LET_UP_S.
+    """Close a Ray that is still starting; return False after LET_UP_S or at a second signal.
 
-    If its processes were killed while it starts, Ray's library would hold the interpreter for a
-    minute and end it in its own way.
+    Killing its processes while it starts would make Ray's library block the interpreter for a
+    minute.
     """
     async with race(asyncio.wait([connecting], timeout=LET_UP_S), signals.wait(2)):
         if connecting.done() and connecting.exception() is None:
@@ -104,11 +100,9 @@ async def _let_up(connecting: asyncio.Future[Cluster], signals: Signals) -> bool
 
 
 async def _connect(settings: ClusterSettings, ended: threading.Event) -> Cluster:
-    """Connects in a daemon thread: starting Ray cannot be interrupted, and a person who presses
-    Ctrl-C twice must not wait for it.
+    """Connect in a daemon thread, because starting Ray cannot be interrupted by Ctrl-C.
 
-    The thread stays until `ended`, because Ray's processes ask the kernel to die with the thread
-    that started them.
+    The thread lasts until `ended`: Ray's processes die with the thread that started them.
     """
     how = {"num_cpus": settings.num_cpus, "timeline": settings.timeline}
     return await asyncio.wrap_future(
@@ -123,7 +117,7 @@ def _clean(run_id: str) -> None:
 
 
 class RayParts(Parts):
-    """Actors; `made` holds their proxies."""
+    """Parts in Ray actors; `by_name` holds their proxies."""
 
     restarts = True
 
@@ -134,7 +128,7 @@ class RayParts(Parts):
         self._handles: dict[str, Any] = {}
         self._places = Places([], None)
         self._listening: list[asyncio.Future[None]] = []
-        self._restarted: set[str] = set()  # parts that Ray makes anew when they die
+        self._restarted: set[str] = set()  # parts that Ray restarts when they die
 
     async def reserve(self, *, engines: bool, trainer: bool) -> None:
         plan = self.plan
@@ -154,7 +148,7 @@ class RayParts(Parts):
 
     async def activities(self) -> list[Activity]:
         answers = await asyncio.gather(
-            *(_activities(name, self._handles[name]) for name in self.made)
+            *(_activities(name, self._handles[name]) for name in self.by_name)
         )
         return [*activities(), *chain.from_iterable(answers)]
 
@@ -178,7 +172,7 @@ class RayParts(Parts):
             limits = (engine.stall_timeout_s, engine.step_timeout_s)
             options["max_restarts"] = RESTARTS
             self._restarted.add(name)
-        # a Ray of others does not hand this process's environment on
+        # a joined Ray does not pass this process's environment on
         if plan.cluster.ray_address is not None:
             env = {leftovers.RUN_ID: self.rundir.run_id, **env}
         runtime_env: dict[str, Any] = {"env_vars": env} if env else {}
@@ -190,13 +184,13 @@ class RayParts(Parts):
             runtime_env["py_executable"] = shlex.join(program)
         if runtime_env:
             options["runtime_env"] = runtime_env
-        # wait for a restart
+        # calls of these methods wait for a restart
         again = {
             n: ray.method(max_task_retries=-1)(_copy(getattr(Host, n))) for n in ("start", "broken")
         }
-        # `ps` shows the class: ray::engine_0
+        # process lists show the class: ray::engine_0
         titled = type(re.sub(r"\W", "_", name), (Host,), again)
-        made = (
+        arguments = (
             name,
             str(self.rundir.logs),
             plan.log_by_node,
@@ -206,19 +200,19 @@ class RayParts(Parts):
             spec.args,
         )
         create = ray.remote(titled).options(**options).remote
-        handle = self._handles[name] = await answer(f"create {name}", create, *made)
+        handle = self._handles[name] = await answer(f"create {name}", create, *arguments)
         deadline_s = plan.cluster.actor_start_timeout_s
         with works(f"starting {name}"):
             self.nodes[name], self.pids[name] = await guarded(
                 handle.beat.remote(), name, error, deadline_s
             )
             await guarded(handle.start.remote(), name, error, deadline_s)
-        self.made[name] = Proxy(handle, name, error, limits=limits, start_s=deadline_s)
+        self.by_name[name] = Proxy(handle, name, error, limits=limits, start_s=deadline_s)
         self._listening.append(asyncio.ensure_future(_tell(name, handle)))
         log.info("%s is up (pid %d)", name, self.pids[name], extra=STARTING)
 
     async def stop(self, names: Sequence[str]) -> None:
-        await asyncio.gather(*(drive.quietly(self.made.pop(name).close()) for name in names))
+        await asyncio.gather(*(drive.quietly(self.by_name.pop(name).close()) for name in names))
         await self._kill(names)
 
     async def _kill(self, names: Sequence[str]) -> None:
@@ -240,9 +234,9 @@ class RayParts(Parts):
 
     async def _processes_live(self) -> None:
         while True:
-            if why := self.cluster.watched.failed(self.plan.cluster.stall_timeout_s):
+            if trouble := self.cluster.watched.failed(self.plan.cluster.stall_timeout_s):
                 raise RayFailed(
-                    f"{why}; run the same command again to resume from the last checkpoint"
+                    f"{trouble}; run the same command again to resume from the last checkpoint"
                 )
             await asyncio.sleep(LOOK_S)
 
@@ -260,7 +254,7 @@ class RayParts(Parts):
         await asyncio.Event().wait()
 
     async def _gcs_answers(self) -> None:
-        """Of a Ray of others, whose GCS may be on another machine."""
+        """Raise when the GCS of a joined Ray, possibly on another machine, does not answer."""
         while True:
             await answer(
                 f"list its nodes (GCS of {self.plan.cluster.ray_address})",
@@ -269,16 +263,14 @@ class RayParts(Parts):
             await asyncio.sleep(ASK_GCS_S)
 
     async def watch(self) -> None:
-        """Raises RunFailed that names the first part which died or hangs, of those that are not
-        restarted.
-        """
-        lasting = [proxy for name, proxy in self.made.items() if name not in self._restarted]
+        """Raise RunFailed naming the first part that dies or hangs and is not restarted."""
+        lasting = [proxy for name, proxy in self.by_name.items() if name not in self._restarted]
         await all_of(
             self.watch_ray(), *(proxy.lives(self.plan.cluster.stall_timeout_s) for proxy in lasting)
         )
 
     async def end(self, *, graceful: bool) -> None:
-        if graceful:  # a second signal, or a Ray that fails, ends the wait
+        if graceful:  # until a second signal or a failure of Ray
             async with race(self._close(), self._signals.wait(2), self.watch_ray()) as (
                 closing,
                 *_,
@@ -291,9 +283,9 @@ class RayParts(Parts):
             path.unlink(missing_ok=True)
 
     async def _close(self) -> None:
-        """Along the data path."""
-        await self.stop([name for name in self.made if name not in ("buffer", "explorer")])
-        await self.stop([name for name in self.made if name == "buffer"])
+        """Close parts in the order of the data path."""
+        await self.stop([name for name in self.by_name if name not in ("buffer", "explorer")])
+        await self.stop([name for name in self.by_name if name == "buffer"])
         if self.plan.cluster.timeline:
             await answer("write its timeline", self.cluster.timeline, self.rundir.path / TIMELINE)
 
@@ -303,25 +295,25 @@ async def _activities(name: str, handle: Any) -> list[Activity]:
         return list(await guarded(handle.activities.remote(), name, timeout_s=ACTIVITY_S))
     except DeadlineExceeded:
         return [Activity(f"{name} does not answer", "", False, 1, ACTIVITY_S)]
-    except RunFailed:  # whoever needs the part says so
+    except RunFailed:  # the callers of the part report it
         return []
 
 
 async def _tell(name: str, handle: Any) -> None:
-    """What a part logs as an error, on the terminal, as long as it lives."""
-    seen = 0
+    """Print the errors that a part logs, as long as it lives."""
+    printed = 0
     try:
         while True:
-            lines = await guarded(handle.errors.remote(seen), name)
-            seen += len(lines)
+            lines = await guarded(handle.errors.remote(printed), name)
+            printed += len(lines)
             for line in lines:
                 print(f"{name}: {line}", file=sys.stderr, flush=True)
-    except RunFailed:  # whoever needs the part says so
+    except RunFailed:  # the callers of the part report it
         return
 
 
 def _copy(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function as another object, which may be marked without marking it for every part."""
+    """Copy a function, so that Ray's mark on it applies to one part."""
     assert isinstance(method, types.FunctionType)
     return types.FunctionType(
         method.__code__,

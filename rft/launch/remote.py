@@ -1,7 +1,7 @@
-"""Parts in other processes: the proxy that calls one like a local object.
+"""`Proxy`, which calls a part in another process like a local object.
 
-The only place where Ray's errors become ours: an exception raised by the part comes back as itself,
-a dead process becomes RunFailed (or OutOfMemory) that names it.
+Translates Ray's errors, alone in the package: an exception of the part is raised unchanged, a dead
+process becomes RunFailed (or OutOfMemory) with its name.
 """
 
 from __future__ import annotations
@@ -30,19 +30,17 @@ _WAITS = (
     ".  Where it does no more than wait (a plugin that blocks the event loop), raise "
     "cluster.stall_timeout"
 )
-# for a process to say whether its part is well; one that Ray is making anew is waited for
-ANSWER_S = 60.0
+ANSWER_S = 60.0  # for a health check, which waits for a restart by Ray
 T = TypeVar("T")
-# the machine's name and the process's number, from the process itself
+# returns machine and pid of the process
 Beat = Callable[[], Awaitable[tuple[str, int]]]
 
 
 class Pulse:
-    """Whether a process still answers; it is asked only while a call is under way, by one watcher
-    however many calls there are.
+    """Detects during calls that a process hangs, with one watcher for all calls.
 
-    Limits as in `rft.engine.watch`: a step is an answer.  `error`, ending with `remedy`, says that
-    it hangs.
+    Limits as in `rft.engine.watch`, where an answer counts as a step.  A hang raises `error`, whose
+    message ends with `remedy`.
     """
 
     def __init__(
@@ -61,12 +59,12 @@ class Pulse:
         self._error = error
         self._remedy = remedy
         self._place: tuple[str, int] | None = None
-        self._deadlines: set[asyncio.Timeout] = set()  # of the calls under way
+        self._deadlines: set[asyncio.Timeout] = set()  # of running calls
         self._watching: asyncio.Task[None] | None = None
-        self.hung = ""  # why it counts as hung since its last answer
+        self.hung = ""  # reason of a hang since the last answer
 
     async def during(self, call: Awaitable[T]) -> T:
-        """What `call` gives.  Raises `error` once the process counts as hung."""
+        """Await `call`.  Raises `error` once the process hangs."""
         if self._watching is None or self._watching.done():
             self._watching = asyncio.ensure_future(self._watch())
         try:
@@ -77,14 +75,12 @@ class Pulse:
                 finally:
                     self._deadlines.discard(deadline)
         except TimeoutError:
-            if not deadline.expired():  # the call's own
+            if not deadline.expired():  # a timeout of the call itself
                 raise
             raise self._error(f"{self._name} hangs: {self.hung}{self._remedy}") from None
 
     async def _watch(self) -> None:
-        """Until nothing is under way, the process has died (the calls say so themselves), or it
-        hangs.
-        """
+        """Watch until no call is running, the process has died (calls raise), or it hangs."""
         watch = Watch(*self._limits, self._usage)
         beat: asyncio.Future[tuple[str, int]] | None = None
         while self._deadlines:
@@ -98,10 +94,10 @@ class Pulse:
                 self.hung = ""
                 await asyncio.sleep(watch.interval_s)
                 watch.progress()
-            elif why := await asyncio.to_thread(watch.look):
-                self.hung = f"its process answers nothing, {why}"
+            elif reason := await asyncio.to_thread(watch.look):
+                self.hung = f"its process answers nothing, {reason}"
                 log.error("%s hangs: %s", self._name, self.hung)
-                # nobody waits for it any more
+                # retrieve its exception
                 beat.add_done_callback(lambda b: b.cancelled() or b.exception())
                 for deadline in self._deadlines:
                     if not deadline.expired():
@@ -109,8 +105,9 @@ class Pulse:
                 return
 
     def _usage(self) -> Usage | None:
-        """Of the process alone, not of those that it has started: they may be well.  None: not
-        known, gone, or on another machine.
+        """Return the usage of the process without its children, which may be healthy.
+
+        None: unknown, ended, or on another machine.
         """
         if (
             self._place is None
@@ -124,8 +121,8 @@ class Pulse:
 class Proxy:
     """Calls a part in another process: `await proxy.method(...)`.  Can be sent to other actors.
 
-    With `limits` (`stall_s`, `step_s` of `rft.engine.watch`) calls of a process that hangs raise
-    EngineStalled.  `start_s`: how long building the part anew may take.
+    With `limits` (`stall_s`, `step_s` of `rft.engine.watch`) calls of a hanging process raise
+    EngineStalled.  `start_s`: deadline of a restart.
     """
 
     def __init__(
@@ -147,17 +144,19 @@ class Proxy:
         return (Proxy, (self._handle, self._name, self._error, self._limits, self._start_s))
 
     async def restart(self) -> None:
-        """The part anew, in a new process.  Raises when it cannot be built, or has died more often
-        than Ray was told to allow.
+        """Restart the part in a new process.
+
+        Raises if it cannot be built, or died too often.
         """
-        if why := await self._broken():
-            log.warning("%s: %s; its process is ended", self._name, why)
+        if reason := await self._broken():
+            log.warning("%s: %s; its process is ended", self._name, reason)
             await self._end()
         await self._guarded(self._handle.start.remote(), self._start_s)
 
     async def lives(self, stall_s: float | None) -> None:
-        """As long as its process lives.  Raises when it has died, or answers nothing and shows no
-        sign of life for `stall_s`.
+        """Wait while the process lives.
+
+        Raises when it dies, or shows no sign of life for `stall_s`.
         """
         last = self._guarded(self._handle.last.remote())
         if stall_s is not None:
@@ -167,7 +166,7 @@ class Proxy:
         await last
 
     async def kill(self) -> None:
-        """Ends its process for good; one that has ended stays so."""
+        """End its process for good."""
         import ray
 
         await answer(f"end {self._name}", ray.kill, self._handle, no_restart=True)
@@ -176,14 +175,14 @@ class Proxy:
         return self._guarded(self._handle.beat.remote())
 
     async def _end(self) -> None:
-        """Returns when the process is gone: until then it would answer for the one that follows."""
+        """End the process and wait: it must not answer in place of its successor."""
         import ray
 
-        gone = asyncio.ensure_future(self._guarded(self._handle.last.remote(), ANSWER_S))
-        await asyncio.sleep(0)  # it is asked before it is ended
+        ended = asyncio.ensure_future(self._guarded(self._handle.last.remote(), ANSWER_S))
+        await asyncio.sleep(0)  # send the call before the kill
         await answer(f"end {self._name}", ray.kill, self._handle, no_restart=False)
         try:
-            await gone
+            await ended
         except DeadlineExceeded:
             raise self._error(f"{self._name}: its process could not be ended") from None
         except RunFailed:
@@ -192,7 +191,7 @@ class Proxy:
             self._pulse.hung = ""
 
     async def _broken(self) -> str:
-        """Why its process has to be ended; empty where it has ended, or its part is well."""
+        """Return the reason to end the process; empty if it has ended or the part is healthy."""
         if self._pulse is not None and self._pulse.hung:
             return self._pulse.hung
         try:
@@ -217,7 +216,7 @@ class Proxy:
 async def guarded(
     ref: Any, name: str, error: type[RunFailed] = RunFailed, timeout_s: float | None = None
 ) -> Any:
-    """The value of a Ray reference, with Ray's errors translated."""
+    """Await a Ray reference and translate Ray's errors."""
     from ray.exceptions import (
         ActorDiedError,
         ActorUnavailableError,
@@ -228,7 +227,7 @@ async def guarded(
     )
 
     value = asyncio.ensure_future(ref)
-    # a caller that was cancelled never looks at it
+    # retrieve the exception if the caller was cancelled
     value.add_done_callback(lambda a: a.cancelled() or a.exception())
     try:
         return await asyncio.wait_for(asyncio.shield(value), timeout_s)
@@ -246,14 +245,12 @@ async def guarded(
         if _oom_kills() > _OOM_KILLS_AT_START:
             raise OutOfMemory(memory_remedy(name)) from None
         raise error(
-            f"{name} died: {_why(e)}; see {name}.log and {name}.out in the run folder's logs"
+            f"{name} died: {_death_reason(e)}; see {name}.log and {name}.out in the run folder's logs"
         ) from None
 
 
 def _oom_kills() -> int:
-    """How many processes the kernel has killed for memory since it started (0 where it does not
-    say).
-    """
+    """Return the number of the kernel's out-of-memory kills since boot; 0 if unknown."""
     try:
         text = Path("/proc/vmstat").read_text()
     except OSError:
@@ -266,12 +263,14 @@ def _oom_kills() -> int:
 _OOM_KILLS_AT_START = _oom_kills()
 
 
-def _why(error: Exception) -> str:
+def _death_reason(error: Exception) -> str:
     text = str(error)
     for line in text.splitlines():
         if "exit" in line.lower() or "killed" in line.lower():
             return line.strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    if text:
+        return text.splitlines()[0]
+    return type(error).__name__
 
 
 def memory_remedy(name: str) -> str:

@@ -1,9 +1,8 @@
-"""Where a process that trains and those that explore find each other on one Ray: an actor whose
-name both know.
+"""Rendezvous of training and exploring processes on one Ray: a named actor.
 
-Whoever comes first makes it, and it ends with whoever made it; the others then make another.  So
-any order of starting will do, nothing outlives the run, and every wait is for an answer.
-Invariant: of one run at most one coordinator is offered at a time.
+The first process creates it, and it ends with that process; another process then creates a new one.
+So processes start in any order, nothing outlives the run, and every wait is for an answer.
+Invariant: at most one coordinator of a run is offered at a time.
 """
 
 from __future__ import annotations
@@ -19,18 +18,21 @@ from rft.launch.ray_calls import answer
 from rft.launch.remote import ANSWER_S, guarded
 
 log = logging.getLogger(__name__)
-AGAIN_S = 0.2  # after an actor that had just died: Ray frees its name in a moment
+AGAIN_S = 0.2  # until Ray frees the name of a dead actor
 
 
 class Rendezvous:
-    """Body of the actor.  An offer is (run id of the trainer's process, proxies by name)."""
+    """Body of the actor.
+
+    An offer is (run id of the trainer's process, proxies by name).
+    """
 
     def __init__(self) -> None:
         self._offer: tuple[str, dict[str, Any]] | None = None
         self._changed = asyncio.Condition()
 
     async def offer(self, run_id: str, parts: dict[str, Any]) -> None:
-        """Raises SetupError while the coordinator of another process lives."""
+        """Store the offer.  Raises SetupError while another process's coordinator lives."""
         if self._offer is not None and self._offer[0] != run_id:
             try:
                 await asyncio.wait_for(
@@ -52,7 +54,7 @@ class Rendezvous:
             self._changed.notify_all()
 
     async def find(self, ended: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
-        """Waits for an offer that is not by one of `ended`."""
+        """Wait for an offer by a process not in `ended`."""
         async with self._changed:
             await self._changed.wait_for(
                 lambda: self._offer is not None and self._offer[0] not in ended
@@ -61,12 +63,12 @@ class Rendezvous:
         return self._offer
 
     async def last(self) -> None:
-        """As long as this process lives."""
+        """Wait for ever: the call fails when this process ends."""
         await asyncio.Event().wait()
 
 
 def address(plan: Plan) -> tuple[str, str]:
-    """(namespace, name) of the rendezvous of a run."""
+    """Return (namespace, name) of the rendezvous of a run."""
     return plan.cluster.namespace, f"rft-rendezvous:{plan.buffer.run}"
 
 
@@ -85,30 +87,27 @@ async def _rendezvous(plan: Plan) -> Any:
 
 
 async def keep(plan: Plan, run_id: str, parts: dict[str, Any]) -> None:
-    """Offers the coordinator of this process as long as that is awaited, also after the process
-    that made the rendezvous has ended.
-    """
+    """Offer the coordinator of this process until cancelled, recreating the rendezvous if it ends."""
     while True:
         rendezvous = await _rendezvous(plan)
         try:
             await guarded(rendezvous.offer.remote(run_id, parts), "the rendezvous")
             await guarded(rendezvous.last.remote(), "the rendezvous")
         except RunFailed:
-            await _anew()
+            await _wait_for_name()
 
 
-async def _anew() -> None:
+async def _wait_for_name() -> None:
     log.info("the rendezvous ended with the process that created it; creating another")
     await asyncio.sleep(AGAIN_S)
 
 
 async def find(plan: Plan, welcome: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The parts of the process that trains, once it lets this one join (`Coordinator.welcome`).
+    """Find the training process and its parts, once this one may join (`Coordinator.welcome`).
 
-    Raises DeadlineExceeded when there is none within synchronizer.sync_timeout, and what the
-    coordinator says against joining.
+    Raises DeadlineExceeded after synchronizer.sync_timeout, and errors of `welcome`.
     """
-    limit = plan.sync.timeout_s
+    limit = plan.sync.sync_timeout
     ended: tuple[str, ...] = ()
     namespace, _ = address(plan)
     log.info("looking for the trainer of run %s in namespace %s", plan.buffer.run, namespace)
@@ -120,7 +119,7 @@ async def find(plan: Plan, welcome: dict[str, Any]) -> tuple[str, dict[str, Any]
                         (await _rendezvous(plan)).find.remote(ended), "the rendezvous"
                     )
                 except RunFailed:
-                    await _anew()
+                    await _wait_for_name()
                     continue
                 try:
                     await parts["coordinator"].welcome(**welcome)

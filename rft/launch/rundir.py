@@ -1,7 +1,7 @@
-"""The folder of a run: who owns it, what it holds, where it can go on from.
+"""The folder of a run: its lock, its state and its paths.
 
-Invariants: one process at a time owns a run folder; everything in it is written aside and renamed,
-so a reader never sees half a file; only the account of the run may read it.
+Invariants: one process at a time owns a run folder; its files are written atomically; only the
+run's user may read it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_STATE = 16 << 20
 ENDED = ("done", "failed", "interrupted")  # phases
 _TIMES = ("time", "started", "before_s")
 INTERRUPTED = "stopped on request; run the same command again to resume from the last checkpoint"
-PRIVATE = 0o077  # the umask of every process of a run
+PRIVATE = 0o077  # umask of every process of a run
 
 
 class RunDir:
@@ -37,22 +37,20 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.run_id = uuid.uuid4().hex[:12]  # of the processes that this one starts
+        self.run_id = uuid.uuid4().hex[:12]  # id of the processes that this process starts
         self._started = time.time()
-        self._before_s = 0.0  # that earlier processes of the run worked
+        self._before_s = 0.0  # work time of earlier processes of the run
         self._how: dict[str, str] = {}
         self._lock: int | None = None
-        self._umask = -1  # from before, while the folder is ours
+        self._umask = -1  # earlier umask, while the folder is locked
 
     @classmethod
     def claim(cls, path: Path) -> Self:
-        """Create the folder if need be and lock it.  Raises SetupError naming the process that
-        holds it, or why it cannot be written.
-        """
+        """Create the folder and lock it.  Raises SetupError naming its owner or the disk error."""
         run = cls(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            path.chmod(0o700)  # one that an earlier version has made, too
+            path.chmod(0o700)
             run._umask = os.umask(PRIVATE)
             run.logs.mkdir(exist_ok=True)
             run._lock = os.open(run.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -60,14 +58,14 @@ class RunDir:
             os.ftruncate(run._lock, 0)
             os.pwrite(run._lock, f"{os.getpid()} {began(os.getpid())}".encode(), 0)
         except BlockingIOError:
-            run._let_go()
+            run._unlock()
             holder, *_ = run.lock_file.read_text().split() or ["unknown"]
             raise SetupError(
                 f"run folder {path} is in use by process {holder}. Wait for it, stop it, or give "
                 f"this run another `name`."
             ) from None
         except OSError as e:
-            run._let_go()
+            run._unlock()
             if is_full(e):
                 raise full(e, str(run.lock_file)) from e
             raise SetupError(
@@ -81,9 +79,9 @@ class RunDir:
             if self._lock is not None:
                 os.ftruncate(self._lock, 0)
         finally:
-            self._let_go()
+            self._unlock()
 
-    def _let_go(self) -> None:
+    def _unlock(self) -> None:
         if self._umask >= 0:
             os.umask(self._umask)
             self._umask = -1
@@ -104,7 +102,7 @@ class RunDir:
         return self.path / "checkpoints"
 
     def state(self, phase: str, **facts: Any) -> None:
-        """What the run is doing, for `rft status`."""
+        """Write the state of the run, for `rft status`."""
         me = {
             "pid": os.getpid(),
             "began": began(os.getpid()),
@@ -118,8 +116,9 @@ class RunDir:
         )
 
     def goes_on(self, command: str) -> None:
-        """This process, started by `command`, continues what the folder holds.  Raises as
-        `read_state` does.
+        """Record that this process, started by `command`, continues the run.
+
+        Raises like `read_state`.
         """
         before = self.read_state()
         self._how = {"command": command, "cwd": str(Path.cwd())}
@@ -128,8 +127,9 @@ class RunDir:
         )
 
     def last_sign(self, state: Mapping[str, Any]) -> float:
-        """When the process that wrote `state` was at work last, in seconds since the epoch; by its
-        files, where it did not say its end.
+        """Return when the process that wrote `state` last worked, in seconds since the epoch.
+
+        That is its recorded end, else the change of its newest file.
         """
         if state.get("phase") in ENDED:
             return float(state.get("time", 0.0))
@@ -137,19 +137,15 @@ class RunDir:
         return max((f.stat().st_mtime for f in files if f.exists()), default=0.0)
 
     def worked_s(self, state: Mapping[str, Any]) -> float | None:
-        """How long the run's processes worked, without the time between them; None where that is
-        not known.
-        """
+        """Return the work time of the run's processes, without pauses; None if unknown."""
         if "started" not in state:
             return None
         ends = time.time() if self.phase(state)[1] is not None else self.last_sign(state)
         return float(state.get("before_s", 0.0)) + max(0.0, ends - float(state["started"]))
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
-        """The run, which says itself that it is done; how else it ends is kept here, and the folder
-        is let go.
-        """
+    def record_outcome(self) -> Iterator[None]:
+        """Write how the run in the block failed or was interrupted, and release the folder."""
         try:
             yield
         except (Interrupted, KeyboardInterrupt):
@@ -162,7 +158,7 @@ class RunDir:
             self.release()
 
     def _ended(self, phase: str, reason: str) -> None:
-        """Where that cannot be written down, the error that ended the run still counts."""
+        """Write the end; if that fails, keep the run's own error."""
         try:
             self.state(phase, reason=reason)
         except OSError as e:
@@ -171,9 +167,7 @@ class RunDir:
             )
 
     def read_state(self) -> dict[str, Any]:
-        """What `state` wrote last; empty where there is none.  Raises ConfigError for a file that
-        is damaged.
-        """
+        """Read the last state; empty without a file.  Raises ConfigError for a damaged file."""
         file = self.path / STATE
         try:
             state = parse_json(read_regular(file, MAX_STATE).decode("utf-8"))
@@ -194,15 +188,13 @@ class RunDir:
         return state
 
     def phase(self, state: Mapping[str, Any]) -> tuple[str, int | None]:
-        """What the run is doing by `state`, "died" where its process has gone without saying so;
-        and the process here that holds it.
-        """
+        """Return (phase, pid of the owner here or None); "died" if its process ended unrecorded."""
         me = os.uname().nodename
         phase = str(state.get("phase", "unknown"))
         here = state.get("node", me) == me
         holder = self._holder() if here else None
-        gone = holder is None if here else not self._locked()
-        return "died" if gone and phase in (
+        ended = holder is None if here else not self._locked()
+        return "died" if ended and phase in (
             "starting",
             "waiting for the trainer",
             "running",
@@ -210,19 +202,15 @@ class RunDir:
         ) else phase, holder
 
     def copied_from_one_that_lives(self, state: Mapping[str, Any]) -> bool:
-        """Whether what wrote `state`, which was in this folder before it was ours, may be at work
-        in another one.
-        """
+        """Return whether the writer of `state` lives, which makes this folder a copy."""
         if state.get("node", os.uname().nodename) != os.uname().nodename:
             return state.get("folder") != self.path.stat().st_ino
         return state.get("pid") != os.getpid() and lives(state.get("pid"), state.get("began"))
 
     def _holder(self) -> int | None:
-        """The process that holds the run's lock now; None when it is free, or its holder was
-        killed.
+        """Return the living process named in the lock file, or None.
 
-        The holder stands in the file from the moment it took the lock.  The lock itself is left
-        alone: trying it could make a run that starts at this moment fail.
+        Trying the lock itself could make a run fail that starts at this moment.
         """
         try:
             pid, since = (*map(int, self.lock_file.read_text().split()), None, None)[:2]
@@ -231,9 +219,7 @@ class RunDir:
         return pid if lives(pid, since) else None
 
     def _locked(self) -> bool:
-        """Whether a process of another machine, which cannot be asked, has the lock; also where
-        that cannot be found out.
-        """
+        """Return whether a process of another machine has the lock; True if unknown."""
         try:
             with self.lock_file.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -243,12 +229,13 @@ class RunDir:
 
 
 def lives(pid: object, since: int | None) -> bool:
-    """Whether the process that had this number and had `began` at `since` is still there; earlier
-    versions did not note that (None).
-    """
-    return isinstance(pid, int) and (found := began(pid)) is not None and since in (None, found)
+    """Return whether process `pid`, which `began` at `since` (None: unknown), is alive."""
+    if not isinstance(pid, int):
+        return False
+    start = began(pid)
+    return start is not None and since in (None, start)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Written aside, fsynced, renamed; secrets redacted."""
+    """Write JSON atomically, with secrets redacted."""
     write_whole(path, redact(json.dumps(value, indent=1, default=str)))

@@ -1,9 +1,7 @@
-"""The seam between a run and where its parts live: it creates parts, calls them, watches them and
-ends them.
+"""`Runtime` and `Parts`: create, watch and end the parts of a run; a mode knows only these.
 
-A mode (`rft.launch.modes`) knows only this.  Here is the local runtime: all parts in this process,
-one rank, `transformers` or scripted engines, no Ray import.  `rft.launch.ray_runtime` has one actor
-for each part.
+`LocalRuntime` has all parts in this process: one rank, `transformers` or scripted engines, no Ray.
+`rft.launch.ray_runtime` has one actor for each part.
 """
 
 from __future__ import annotations
@@ -34,27 +32,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PartSpec:
-    """One part: the factory of `rft.launch.parts` that builds it, and where it has to be."""
+    """One part: its factory in `rft.launch.parts`, and its seat."""
 
     name: str
     factory: str
     args: tuple[Any, ...]
     seat: tuple[str, int] | None = None  # role and index of `rft.launch.cluster`
-    engine: EngineSettings | None = None  # an engine is restarted when it dies
+    engine: EngineSettings | None = None  # set for engines, which are restarted when they die
     env: dict[str, str] = field(default_factory=dict)
 
 
 class Parts(ABC):
     """The parts of one process of a run, by name."""
 
-    restarts: bool  # engines that died can be given a new process
+    restarts: bool  # whether dead engines can get a new process
 
     def __init__(self, plan: Plan, rundir: RunDir) -> None:
         self.plan = plan
         self.rundir = rundir
-        self.made: dict[str, Any] = {}
+        self.by_name: dict[str, Any] = {}
         self.pids: dict[str, int] = {}
-        self.nodes: dict[str, str] = {}  # machine of each
+        self.nodes: dict[str, str] = {}  # machine of each part
 
     @abstractmethod
     async def reserve(self, *, engines: bool, trainer: bool) -> None:
@@ -62,75 +60,70 @@ class Parts(ABC):
 
     @abstractmethod
     async def start(self, specs: Sequence[PartSpec]) -> None:
-        """Build these parts, side by side where they have processes."""
+        """Build these parts, concurrently if they have processes."""
 
     @abstractmethod
     async def together(self, *starts: Callable[[], Awaitable[None]]) -> None:
-        """Starts of parts that do not need each other, side by side where parts have processes."""
+        """Start independent parts, concurrently if they have processes."""
 
     @abstractmethod
     async def stop(self, names: Sequence[str]) -> None:
         """Close and end these parts."""
 
-    @abstractmethod
     async def watch_ray(self) -> None:
-        """Ends only by raising RayFailed: a process of Ray, which all parts need, has ended or
-        hangs.
-        """
+        """Wait until a process of Ray has ended or hangs, and raise RayFailed.
 
-    @abstractmethod
-    async def watch_stopped(self) -> None:
-        """Ends only by raising RunFailed: a process of a part is stopped, which nobody else notices
-        while parts start.
+        This and the other watches wait for ever if all parts are in this process.
         """
+        await asyncio.Event().wait()
+
+    async def watch_stopped(self) -> None:
+        """Wait until a process of a part is stopped, and raise RunFailed; used while parts start."""
+        await asyncio.Event().wait()
 
     async def supervised(self, work: Awaitable[T]) -> T:
-        """The result of `work`, which starts parts.  Raises, after cancelling it, when Ray or a
-        part's process fails first.
-        """
+        """Await `work`, which starts parts; cancel it and raise when Ray or a part's process fails."""
         async with race(work, all_of(self.watch_ray(), self.watch_stopped())) as (task, failure):
             if not task.done():
                 failure.result()
             result: T = task.result()
             return result
 
-    @abstractmethod
     async def watch(self) -> None:
-        """Ends only by raising: Ray or a part that is not restarted has died, or hangs."""
+        """Wait until Ray or a part that is not restarted dies or hangs, and raise."""
+        await asyncio.Event().wait()
 
     async def activities(self) -> list[Activity]:
-        """What parts and launcher work on and whom they wait for; within ACTIVITY_S."""
+        """Return activities of parts and launcher, within ACTIVITY_S."""
         return activities()
 
     @abstractmethod
     async def end(self, *, graceful: bool) -> None:
-        """End every part; `graceful`: they have worked together, so they are closed first."""
+        """End every part; `graceful`: close them first."""
 
     @property
     def engines(self) -> list[Any]:
         return [
-            self.made[f"engine-{i}"] for i, e in enumerate(self.plan.engines) if e.external is None
+            self.by_name[f"engine-{i}"]
+            for i, e in enumerate(self.plan.engines)
+            if e.external is None
         ]
 
     @property
     def auxiliary(self) -> list[list[Any]]:
-        """Of every auxiliary model its engines; none for those that the explorer asks over the
-        network.
-        """
+        """Engines of every auxiliary model, without those behind servers."""
         return [
-            [self.made[e.name] for e in model.engines if e.external is None]
+            [self.by_name[e.name] for e in model.engines if e.external is None]
             for model in self.plan.auxiliary
         ]
 
     @property
     def ranks(self) -> list[Any]:
-        return [self.made[f"trainer-{rank}"] for rank in range(self.plan.learner.world_size)]
+        return [self.by_name[f"trainer-{rank}"] for rank in range(self.plan.learner.world_size)]
 
 
 class Bound:
-    """A part, or a proxy of one, with these arguments put first in every call.  Can be sent to
-    other actors.
-    """
+    """A part (or its proxy) with leading arguments for every call.  Can be sent to other actors."""
 
     def __init__(self, part: Any, *first: Any) -> None:
         self._part = part
@@ -144,7 +137,7 @@ class Bound:
 
 
 class Runtime(ABC):
-    """Where the parts of a run live."""
+    """Opens the parts of a run."""
 
     parts: Parts | None = None  # while it is open
 
@@ -152,18 +145,20 @@ class Runtime(ABC):
     def open(
         self, plan: Plan, rundir: RunDir, signals: Signals
     ) -> AbstractAsyncContextManager[Parts]:
-        """Nothing of the run is left afterwards."""
+        """Open the parts; on exit, end and remove everything of the run."""
 
     async def activities(self) -> list[Activity]:
-        """See `Parts.activities`; also before there are parts."""
-        return activities() if self.parts is None else await self.parts.activities()
+        """Return `Parts.activities`, or those of this process without parts."""
+        if self.parts is None:
+            return activities()
+        return await self.parts.activities()
 
 
-# ---------------------------------------------------------------- which parts there are
+# ---------------------------------------------------------------- specs of parts
 
 
 def engine_specs(plan: Plan) -> list[PartSpec]:
-    # others are asked by the explorer
+    # the explorer calls external engines itself
     local = ((i, e) for i, e in enumerate(plan.engines) if e.external is None)
     return [PartSpec(f"engine-{i}", "engine", (plan, e), ("engine", i), e) for i, e in local]
 
@@ -190,7 +185,7 @@ def trainer_specs(plan: Plan, rundir: RunDir) -> list[PartSpec]:
     env = trainer_environment(plan.learner.cpu_threads, plan.learner.device)
     meeting = rundir.path / f".rendezvous-{rundir.run_id}"
     if world > 1:
-        meeting.touch()  # whoever does not see it is on a machine without the run's folder
+        meeting.touch()  # invisible on a machine without the run's folder
     rendezvous = str(meeting) if world > 1 else None
     return [
         PartSpec(f"trainer-{rank}", "trainer", (plan, rank, rendezvous), ("trainer", rank), env=env)
@@ -202,13 +197,15 @@ def trainer_specs(plan: Plan, rundir: RunDir) -> list[PartSpec]:
 
 
 class LocalRuntime(Runtime):
-    """All parts in this process: for tests, for debugging a workflow, for machines without Ray."""
+    """All parts in this process: for tests, debugging, and machines without Ray."""
 
     @asynccontextmanager
     async def open(self, plan: Plan, rundir: RunDir, signals: Signals) -> AsyncIterator[Parts]:
         if plan.cluster.timeline:
             log.warning("monitor.enable_ray_timeline has no effect: one process has no Ray")
-        with watched(plan.cluster.stall_timeout_s, lambda why: rundir.state("failed", reason=why)):
+        with watched(
+            plan.cluster.stall_timeout_s, lambda reason: rundir.state("failed", reason=reason)
+        ):
             self.parts = LocalParts(plan, rundir)
             yield self.parts
 
@@ -217,37 +214,28 @@ class LocalParts(Parts):
     restarts = False
 
     async def reserve(self, *, engines: bool, trainer: bool) -> None:
-        """One process has all devices."""
+        """Do nothing: one process has all devices."""
 
     async def start(self, specs: Sequence[PartSpec]) -> None:
         for spec in specs:
             with works(f"starting {spec.name}"):
-                self.made[spec.name] = await getattr(factories, spec.factory)(*spec.args)
+                self.by_name[spec.name] = await getattr(factories, spec.factory)(*spec.args)
 
     async def together(self, *starts: Callable[[], Awaitable[None]]) -> None:
         for start in starts:
             await start()
 
     async def stop(self, names: Sequence[str]) -> None:
-        async with AsyncExitStack() as closing:  # all are closed, also where one of them fails
-            for part in [self.made.pop(name) for name in names]:
+        async with AsyncExitStack() as closing:  # closes all, even if one raises
+            for part in [self.by_name.pop(name) for name in names]:
                 closing.push_async_callback(part.close)
 
-    async def watch_ray(self) -> None:
-        await asyncio.Event().wait()
-
-    async def watch_stopped(self) -> None:
-        await asyncio.Event().wait()
-
-    async def watch(self) -> None:
-        await asyncio.Event().wait()
-
     async def end(self, *, graceful: bool) -> None:
-        await self.stop(sorted(self.made, key=lambda name: name != "buffer"))  # it is closed last
+        await self.stop(sorted(self.by_name, key=lambda name: name != "buffer"))  # buffer last
 
 
 def check_local(plan: Plan) -> None:
-    """Raises ConfigError or SetupError for what one process, or this machine, cannot do."""
+    """Raise ConfigError or SetupError for a plan that one process, or this machine, cannot run."""
     if plan.learner.world_size != 1:
         raise ConfigError(
             "several ranks need Ray; leave out --in-process, or use 1",
@@ -275,7 +263,7 @@ def check_local(plan: Plan) -> None:
                 key=f"{key}.engine_type",
                 given="vllm",
             )
-    if engines and plan.sync.method == "nccl" and plan.mode != "bench":
+    if engines and plan.sync.sync_method == "nccl" and plan.mode != "bench":
         raise ConfigError(
             "a broadcast needs engines in their own processes; leave out --in-process, or use "
             "memory",

@@ -1,7 +1,6 @@
-"""SIGINT and SIGTERM as events of a run's loop, and what stands for them where a run is in another
-thread.
+"""SIGINT and SIGTERM as events of a run's loop, and `interrupt` for runs in other threads.
 
-Knows no run.  Invariant: handlers are put back when the context ends.
+Knows no run.  Invariant: handlers are restored when the context ends.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ _OPEN: set[Signals] = set()
 
 
 def interrupt() -> None:
-    """As Ctrl-C does: ask the runs of other threads of this process to end."""
+    """Ask the runs in other threads of this process to end, as Ctrl-C does."""
     for signals in list(_OPEN):
         signals.loop.call_soon_threadsafe(signals.arrived)
 
 
-def _taken() -> tuple[int, ...]:
+def _numbers() -> tuple[int, ...]:
     return (
         (signal.SIGINT, signal.SIGTERM)
         if threading.current_thread() is threading.main_thread()
@@ -35,10 +34,9 @@ def _taken() -> tuple[int, ...]:
 
 
 class Signals:
-    """SIGINT and SIGTERM as events of this loop while the context is open; a second one is told
-    apart from the first.
+    """The first and the second SIGINT or SIGTERM as events of this loop while the context is open.
 
-    In another thread than the main one, which gets no signals, `interrupt` stands for them.
+    Only the main thread gets signals; in other threads `interrupt` replaces them.
     """
 
     def __init__(self) -> None:
@@ -46,20 +44,18 @@ class Signals:
         self.loop = asyncio.get_running_loop()
 
     def __enter__(self) -> Self:
-        self.take()
+        self.install()
         _OPEN.add(self)
         return self
 
-    def take(self) -> None:
-        """Takes the signals, also back from a library that has put its own handlers in place: Ray's
-        ends the program at a second signal.
-        """
-        for number in _taken():
+    def install(self) -> None:
+        """Install the handlers, also again after a library such as Ray installed its own."""
+        for number in _numbers():
             self.loop.add_signal_handler(number, self.arrived)
 
     def __exit__(self, *_: object) -> None:
         _OPEN.discard(self)
-        for number in _taken():
+        for number in _numbers():
             self.loop.remove_signal_handler(number)
 
     def arrived(self) -> None:
@@ -67,13 +63,11 @@ class Signals:
         (second if first.is_set() else first).set()
 
     async def wait(self, count: int = 1) -> None:
-        """Until the first (or second) signal has arrived."""
+        """Wait for the first (or second) signal."""
         await self._events[count - 1].wait()
 
     async def guard(self, work: Awaitable[T]) -> T:
-        """The result of `work`; raises Interrupted, after cancelling it, when a signal arrives
-        first.
-        """
+        """Await `work`; on a signal, cancel it and raise Interrupted."""
         async with race(work, self.wait()) as (task, _):
             if not task.done():
                 raise Interrupted(INTERRUPTED)

@@ -1,8 +1,8 @@
-"""A program of several runs: which stages are done, which model goes from one to the next.
+"""A program of several runs (stages), each starting from the model exported by the one before.
 
-Knows configurations, run folders and checkpoints, not how a run works.  `stages.json` in the
-program's folder records every finished stage; the stages run in folders below it.  Invariant: a
-stage begins with what the one before it exported, or it does not begin.
+Knows configurations, run folders and checkpoints.  `stages.json` in the program's folder records
+finished stages; stages run in folders below it.  Invariant: a stage starts only from the verified
+model of the stage before.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rft.config.plan import Plan
 from rft.config.roles import apart
 from rft.config.save import refuse_changes, start_command
 from rft.config.schema.root import RunConfig
-from rft.config.verify import load_plan
 from rft.errors import ConfigError, ConfigErrors, SetupError
 from rft.launch.drive import Outcome
 from rft.launch.rundir import RunDir, write_json
-from rft.trainer import manifest as manifests
+from rft.preflight.check import load_plan
+from rft.trainer.checkpoint import manifest as manifests
 from rft.types.ids import Version
 
 RECORD = "stages.json"
@@ -42,7 +42,7 @@ class Done:
 
     name: str
     version: Version
-    # of its last checkpoint, relative to the program's folder: a program that was moved goes on
+    # model of its last checkpoint, relative to the program's folder, which may be moved
     model: str
 
 
@@ -56,9 +56,7 @@ class Program:
         self._names = stage_names(config, overrides)
 
     def run(self, run: RunStage) -> Outcome:
-        """Runs what is not done yet; the outcome of the last stage.  Raises the error of the stage
-        that failed.
-        """
+        """Run unfinished stages; return the outcome of the last.  Raises a stage's error."""
         plans = self._plans("")
         folder = plans[0][1].run_dir.parent
         if not plans[0][1].continue_from_checkpoint and folder.exists():
@@ -72,16 +70,14 @@ class Program:
             )
         done = self._done(folder, plans)
         rundir = RunDir.claim(folder)
-        with rundir.ending():
+        with rundir.record_outcome():
             rundir.goes_on(start_command("both", self._config, self._overrides, self._plugin_dirs))
             last = self._remaining(run, rundir, done, plans)
             rundir.state("done", stage=self._names[-1], version=str(last.version))
             return last
 
     def _plans(self, name: str) -> list[tuple[RunConfig, Plan]]:
-        """Every stage's configuration and plan, checked before anything starts.  Raises
-        ConfigErrors naming the stages.
-        """
+        """Return checked configurations and plans of all stages.  Raises ConfigErrors by stage."""
         plans = []
         errors = []
         for stage in self._names:
@@ -116,8 +112,9 @@ class Program:
         return loaded.model_copy(update={"plugin_dirs": plan.plugin_dirs}), plan
 
     def _done(self, folder: Path, plans: list[tuple[RunConfig, Plan]]) -> list[Done]:
-        """The finished stages, but for a last one that is to go on.  Raises ConfigError if the file
-        does not describe what was done.
+        """Return finished stages, without a last stage that was made longer.
+
+        Raises ConfigError if the configuration does not fit the finished stages.
         """
         done = read(folder)
         if (names := tuple(d.name for d in done)) != self._names[: len(done)]:
@@ -179,9 +176,7 @@ class Program:
 
 
 def read(folder: Path) -> list[Done]:
-    """The finished stages of the program in `folder`; none if there is none.  Raises ConfigError if
-    the record is damaged.
-    """
+    """Return finished stages of the program in `folder`.  Raises ConfigError for a damaged record."""
     return [
         Done(s["stage_name"], Version.parse(s["version"]), s["model"])
         for s in record(folder)
@@ -190,7 +185,7 @@ def read(folder: Path) -> list[Done]:
 
 
 def record(folder: Path) -> list[dict[str, Any]]:
-    """The record of a program as stored, one entry for each stage; empty if `folder` holds none."""
+    """Return the stored record of a program, one entry per stage; empty without one."""
     file = folder / RECORD
     try:
         return list(json.loads(file.read_text(encoding="utf-8"))["stages"])
@@ -203,9 +198,7 @@ def record(folder: Path) -> list[dict[str, Any]]:
 
 
 def began_with(run_dir: Path) -> str:
-    """The model that a stage in `run_dir` began with, which the one before had exported; "" for the
-    first, and for what is no stage.
-    """
+    """Return the initial model of the stage in `run_dir`; "" for a first stage or no stage."""
     before = ""
     for stage in record(run_dir.parent):
         if stage["stage_name"] == run_dir.name:
@@ -215,7 +208,7 @@ def began_with(run_dir: Path) -> str:
 
 
 def refuse_program(run_dir: Path) -> None:
-    """Raises ConfigError if a run without stages would go into the folder of a program."""
+    """Raise ConfigError if `run_dir` is the folder of a program."""
     if record(run_dir):
         raise ConfigError(
             "its folder holds a program of stages; give this run another name",
@@ -233,8 +226,9 @@ def _write(folder: Path, names: tuple[str, ...], done: list[Done]) -> None:
 
 
 def _verified(folder: Path, done: Done) -> Path:
-    """The exported model of a finished stage, every file hashed.  Raises CheckpointInvalid, or
-    SetupError if it is not there.
+    """Return the exported model of a finished stage after hashing its files.
+
+    Raises CheckpointInvalid, or SetupError for a missing model.
     """
     model = folder / done.model
     if not (model / "config.json").is_file():

@@ -1,6 +1,4 @@
-"""Ends a run of one process whose event loop is blocked: nothing else could.  With Ray another
-process watches (`rft.launch.remote`).
-"""
+"""End a run of one process whose event loop is blocked.  With Ray, `rft.launch.remote` watches."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def watched(stall_s: float | None, failed: Callable[[str], None]) -> Iterator[None]:
-    """While the block runs, a loop that answers nothing for `stall_s`, in a process that does
-    nothing, ends the process with exit code 4.
+    """End the process with exit code 4 if its loop does not answer for `stall_s` while the process
+    is idle.
 
-    `failed` is told why before.  A debugger may hold the loop as long as it likes.
+    `failed` gets the reason first.  A debugger may hold the loop for any time.
     """
     if stall_s is None:
         yield
@@ -39,9 +37,9 @@ def watched(stall_s: float | None, failed: Callable[[str], None]) -> Iterator[No
             answered = threading.Event()
             loop.call_soon_threadsafe(answered.set)
             while not answered.wait(looks.interval_s) and not over.is_set():
-                if (why := looks.look()) and (held := held_up_by(thread)) is not None:
+                if (reason := looks.look()) and (place := held_up_by(thread)) is not None:
                     _end(
-                        f"the run hangs: {held[1]} blocks its event loop, {why}.  Let it await, or "
+                        f"the run hangs: {place[1]} blocks its event loop, {reason}.  Let it await, or "
                         f"raise cluster.stall_timeout",
                         failed,
                     )
@@ -57,8 +55,8 @@ def watched(stall_s: float | None, failed: Callable[[str], None]) -> Iterator[No
         watcher.join()
 
 
-def _end(why: str, failed: Callable[[str], None]) -> None:
-    log.error("%s", why)
-    failed(why)
-    print(f"RunFailed: {why}", file=sys.stderr, flush=True)
+def _end(reason: str, failed: Callable[[str], None]) -> None:
+    log.error("%s", reason)
+    failed(reason)
+    print(f"RunFailed: {reason}", file=sys.stderr, flush=True)
     os._exit(RunFailed.exit_code)

@@ -1,6 +1,4 @@
-"""Where a run begins or goes on: the next lineage, the checkpoint it starts from, the next explore
-batch; what the canary asks.
-"""
+"""Start of a run: its lineage, checkpoint and next explore batch; prompts of the canary."""
 
 from __future__ import annotations
 
@@ -16,14 +14,13 @@ from msgspec import structs
 
 from rft.buffer.base import LineageStart
 from rft.config.plan import Plan
-from rft.config.plan import schedule as planned
 from rft.errors import ConfigError
 from rft.launch.progress import STARTING
 from rft.monitor.monitor import FILE as METRICS
 from rft.monitor.read import read, series
 from rft.sync.schedule import Schedule
-from rft.trainer import manifest as manifests
-from rft.trainer.manifest import Manifest
+from rft.trainer.checkpoint import manifest as manifests
+from rft.trainer.checkpoint.manifest import Manifest
 from rft.types import modelfiles
 from rft.types.ids import Version
 
@@ -32,9 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: a fresh model, or the checkpoint folder of version `parent` with its next
-    explore batch `cursor`.
-    """
+    """Start of a run: a new model, or a checkpoint folder with version and next explore batch."""
 
     lineage: int
     step: int = 0
@@ -48,70 +43,72 @@ class Start:
 
 
 def schedule(plan: Plan, start: Start) -> Schedule:
-    """The schedule that coordinator and trainer both follow; it knows how many explore batches a
-    train step consumes.
-    """
-    return dataclasses.replace(planned(plan.sync), start_step=start.step)
+    """Return the schedule that coordinator and trainer both follow."""
+    return dataclasses.replace(plan.schedule, start_step=start.step)
 
 
 def windows(plan: Plan) -> Callable[[int], bool]:
-    """Of a step: does a window begin with its weights, as with those that `replay_run` served?
-    From there its steps can be trained again: no checkpoint holds the first weights of a window
-    that it is inside.  Without a loss that reads these: always.
+    """Return a test whether `replay_run` began a window with the weights of a step.
 
-    Raises ConfigError where that run does not tell.
+    Replay can start only there, because no checkpoint inside a window contains the window's first
+    weights.  Always true for a loss that does not read these.  Raises ConfigError if that run has
+    no metrics.
     """
     if (run := plan.trainer.replay_run) is None or not plan.learner.algorithm.proximal_window:
         return lambda step: True
     try:
         served = dict(series(read(run / METRICS), "sync/version"))
     except OSError as e:
-        why = (
+        message = (
             f"the loss reads the first weights of each window, and which steps begin one is in "
             f"its {METRICS}: {e.strerror}"
         )
-        raise ConfigError(why, key="buffer.trainer_input.replay_run", given=str(run)) from e
+        raise ConfigError(message, key="buffer.trainer_input.replay_run", given=str(run)) from e
     return served.__contains__
 
 
 def checkpoints(path: Path) -> list[Path]:
-    """What `resume_from_path` names: a checkpoint, or all of a run by step.  Raises ConfigError
-    where there is none.
+    """Return the checkpoint at `resume_from_path`, or all checkpoints of the run there, by step.
+
+    Raises ConfigError without any checkpoint.
     """
     if (path / manifests.NAME).is_file() or manifests.is_name(path.name):
         return [path]
-    if found := manifests.committed(path) or manifests.committed(path / "checkpoints"):
-        return found
-    why = (
+    if folders := manifests.committed(path) or manifests.committed(path / "checkpoints"):
+        return folders
+    message = (
         "holds no checkpoint; name a folder global_step_N, or the folder of a run (a model's "
         "folder is for model.model_path)"
     )
-    raise ConfigError(why, key="resume_from_path", given=str(path))
+    raise ConfigError(message, key="resume_from_path", given=str(path))
 
 
 def origin(path: Path | None) -> Manifest | None:
-    """The checkpoint of another run to begin with, of several the newest whole one.  Raises
-    CheckpointInvalid or ConfigError.
+    """Return the newest valid checkpoint of another run at `path`.
+
+    Raises CheckpointInvalid or ConfigError.
     """
     if path is None:
         return None
     first, *_ = checkpoints(path)
-    return manifests.read(path) if first == path else manifests.latest(first.parent)
+    if first == path:
+        return manifests.read(path)
+    return manifests.latest(first.parent)
 
 
 async def begin(
     buffer: Any,
-    found: Manifest | None,
+    checkpoint: Manifest | None,
     other: Manifest | None = None,
     sizes: tuple[int, int] = (1, 1),
 ) -> Start:
-    """Take the next lineage of the buffer, going on from the checkpoint `found` if there is one.
+    """Start the next lineage of the buffer, from this run's `checkpoint` if given.
 
-    `other`: another run's checkpoint to begin with where there is none.  Its weights, optimizer and
-    step are taken; the explore batch is the one that this run, with `sizes` of a batch and a step,
-    reaches by that step.  Its rows stay where they are: none is used here.
+    `other`: another run's checkpoint to start from otherwise.  Its weights, optimizer and step are
+    used, but not its rows; the explore batch is the one that this run, with `sizes` of a batch and
+    a step, reaches by that step.
     """
-    if found is None:
+    if checkpoint is None:
         step = 0 if other is None else other.version.step
         place = (
             None
@@ -121,7 +118,9 @@ async def begin(
         started = await buffer.start_lineage(None, place, step)
         lineage = started.lineage
         if lineage > 1:
-            _say(f"no checkpoint was saved before the stop; starting again at step {step}", started)
+            _log_start(
+                f"no checkpoint was saved before the stop; starting again at step {step}", started
+            )
         if other is None or place is None:
             return Start(lineage)
         log.info(
@@ -131,15 +130,19 @@ async def begin(
             place.cursor,
         )
         return Start(lineage, step, None, place.cursor, str(other.folder))
-    started = await buffer.start_lineage(found.version, found.consumption)
-    _say(f"resumes from the checkpoint of step {found.version.step}", started)
+    started = await buffer.start_lineage(checkpoint.version, checkpoint.consumption)
+    _log_start(f"resumes from the checkpoint of step {checkpoint.version.step}", started)
     return Start(
-        started.lineage, found.version.step, found.version, started.cursor, str(found.folder)
+        started.lineage,
+        checkpoint.version.step,
+        checkpoint.version,
+        started.cursor,
+        str(checkpoint.folder),
     )
 
 
-def _say(begins: str, started: LineageStart) -> None:
-    """Where the run begins, and what becomes of the experiences beyond it."""
+def _log_start(begins: str, started: LineageStart) -> None:
+    """Log the start of the run and the state of experiences after it."""
     counts = (
         (started.orphaned, "set aside: lost weights wrote them"),
         (started.available, "in the buffer, to be trained"),
@@ -148,29 +151,27 @@ def _say(begins: str, started: LineageStart) -> None:
     log.info("%s", "; ".join([begins, *rest]), extra=STARTING)
 
 
-def begin_offline(found: Manifest | None, other: Manifest | None) -> Start:
-    """Where training on a data set goes on.  There is no ledger: the checkpoint's step is the place
-    in the data.
-    """
-    if found is not None:
+def begin_offline(checkpoint: Manifest | None, other: Manifest | None) -> Start:
+    """Return the start of training on a data set: the checkpoint's step is the place in the data."""
+    if checkpoint is not None:
         return Start(
-            found.version.lineage + 1,
-            found.version.step,
-            found.version,
-            checkpoint=str(found.folder),
+            checkpoint.version.lineage + 1,
+            checkpoint.version.step,
+            checkpoint.version,
+            checkpoint=str(checkpoint.folder),
         )
     if other is not None:
         return Start(1, other.version.step, None, checkpoint=str(other.folder))
     return Start(1)
 
 
-_LENGTH = 8  # what follows two tokens is computed less exactly, see decision 4
-_ALIKE = 4  # probes of one prompt, which engine and trainer compute once
+_LENGTH = 8  # log-probs after two tokens are less exact, see decision 4
+_ALIKE = 4  # probes of one prompt, computed once
 
 
 def probe_prompts(model_path: str, count: int, seed: int) -> list[list[int]]:
-    """`count` prompts of token ids from the middle half of the vocabulary (special tokens live at
-    its ends); four in a row are equal.
+    """Draw `count` prompts from the middle half of the vocabulary, away from special tokens; four in
+    a row are equal.
     """
     vocabulary = modelfiles.vocab_size(Path(model_path))
     draw = np.random.default_rng(seed)

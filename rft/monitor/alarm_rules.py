@@ -1,8 +1,7 @@
-"""The rules behind `monitor.alarms`, one function each: what it reads, from which amount on, and
-what to try.
+"""The rules of `monitor.alarms`, one function each: series, thresholds, and advice.
 
-Pure: a history and the newest record in, findings out.  A rule reads only series of its record's
-role to decide whether it is due.
+Pure: a history and the newest record in, findings out.  A rule decides from its record's role
+whether it is due.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from rft.monitor.curves import reward_parts
 from rft.types.metrics import MetricRecord
 
 LENGTH = "rollout/response_length/mean"
-_RISE = 0.25  # of the spread of rewards in a batch: what counts as more reward
-_JUMP = 5.0  # times the median of the steps before
+_RISE = 0.25  # a significant rise of the reward, relative to its spread in a batch
+_JUMP = 5.0  # times the median of the previous steps
 
 
 def reward_divergence(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
-    """The training reward has risen since an independent measure was at its best, and that has
-    fallen: an evaluation, or a part of it.
+    """Report a training reward that rose since an independent measure (an evaluation or a reward
+    part) peaked and fell.
 
     Evaluations: by more than 2.5 standard errors of the difference, twice in a row.  Parts of the
     reward (names with a spread): by a quarter of their spread, and outside their noise.
@@ -30,36 +29,38 @@ def reward_divergence(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
     for name in [
         n for n in r.values if r.role == "eval" and n.startswith("eval/") and "/mean@" in n
     ]:
-        mine = h.of(name)
-        if len(mine) < 3 or not r.values.get(f"{name.rpartition('/')[0]}/tasks"):
+        points = h.series(name)
+        if len(points) < 3 or not r.values.get(f"{name.rpartition('/')[0]}/tasks"):
             continue
-        peak = max(mine[:-2], key=lambda p: p[1])
+        peak = max(points[:-2], key=lambda p: p[1])
         limit = 2.5 * 2**0.5 * _standard_error(r, name)
-        if all(peak[1] - v > limit for _, v in mine[-2:]) and _rose(h, peak[0]):
+        if all(peak[1] - v > limit for _, v in points[-2:]) and _rose(h, peak[0]):
             yield AlarmFinding(
                 "reward_divergence",
                 name,
                 r.role,
                 r.step,
-                mine[-2][0],
+                points[-2][0],
                 f"the training reward rose to {h.recent(REWARD) or 0:.3g}, while {name} fell from "
                 f"{peak[1]:.3g} (step {peak[0]}) to "
-                f"{mine[-1][1]:.3g}",
+                f"{points[-1][1]:.3g}",
                 "The policy may exploit the training reward, or overfit its tasks: read its best "
                 "answers; go back to the checkpoint of the "
                 "peak.",
             )
     for name in reward_parts(r.values) if r.role == "explorer" else ():
-        mine = h.of(name)
-        if len(mine) < 3 * WINDOW:
+        points = h.series(name)
+        if len(points) < 3 * WINDOW:
             continue
-        means = [fmean(v for _, v in mine[i : i + WINDOW]) for i in range(len(mine) - WINDOW + 1)]
+        means = [
+            fmean(v for _, v in points[i : i + WINDOW]) for i in range(len(points) - WINDOW + 1)
+        ]
         best = max(range(len(means) - WINDOW), key=means.__getitem__)
         fall = means[best] - means[-1]
-        spread = fmean(v for _, v in h.of(f"{name[:-5]}/std")[: best + WINDOW])
+        spread = fmean(v for _, v in h.series(f"{name[:-5]}/std")[: best + WINDOW])
         outside = fall > 4 * h.noise(name) * (2 / WINDOW) ** 0.5
-        if fall > _RISE * spread > 0 and outside and _rose(h, mine[best + WINDOW - 1][0]):
-            since = mine[best + WINDOW - 1][0]
+        if fall > _RISE * spread > 0 and outside and _rose(h, points[best + WINDOW - 1][0]):
+            since = points[best + WINDOW - 1][0]
             yield AlarmFinding(
                 "reward_divergence",
                 name,
@@ -75,8 +76,8 @@ def reward_divergence(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
 
 
 def length_drift(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
-    """Answers are 1.5 times as long (or short) where length itself is paid, 3 times otherwise; not
-    where an evaluation got better.
+    """Report answers 1.5 times as long (or short) where length is rewarded, 3 times otherwise,
+    unless an evaluation improved.
     """
     if r.role != "explorer" or LENGTH not in r.values:
         return
@@ -106,8 +107,8 @@ def length_drift(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
 
 
 def entropy_collapse(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
-    """Entropy has lost 9 tenths and its tasks are not solved: the reward is below 8 tenths of its
-    range, and does not rise any more.
+    """Report entropy below a tenth of its start with unsolved tasks: a reward below 80 % of its
+    range that no longer rises.
     """
     name = "rollout/entropy"
     if r.role != "explorer" or name not in r.values:
@@ -132,18 +133,18 @@ def entropy_collapse(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
 
 
 def no_spread(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
-    """In 10 steps all groups, or all but 2 %, had equal rewards, and not because everything is
-    right: nothing can be learnt.
+    """Report 10 steps in which at least 98 % of the groups had equal rewards although not
+    everything is right: nothing can be learnt.
     """
     name = "frac_reward_zero_std"
     count = 2 * WINDOW
-    if r.role != "explorer" or name not in r.values or len(h.of(name)) < count:
+    if r.role != "explorer" or name not in r.values or len(h.series(name)) < count:
         return
-    last = [v for _, v in h.of(name)[-count:]]
+    last = [v for _, v in h.series(name)[-count:]]
     solved = h.solved()
     if fmean(last) < 0.98 or (solved is not None and (solved > 0.9 or _rises(h))):
         return
-    since = h.of(name)[-count][0]
+    since = h.series(name)[-count][0]
     yield AlarmFinding(
         "no_spread",
         "",
@@ -159,16 +160,16 @@ def no_spread(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
 
 
 def identical_answers(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
-    """Half of the tasks or more have an answer that is nearly that of another task, 3 steps in a
-    row; not where it was so at the start.
+    """Report that at least half of the tasks have an answer nearly equal to another task's, 3 steps
+    in a row, unlike at the start.
     """
     name = "rollout/copied_answers"
-    mine = h.of(name)
-    if r.role != "explorer" or name not in r.values or len(mine) < WINDOW:
+    points = h.series(name)
+    if r.role != "explorer" or name not in r.values or len(points) < WINDOW:
         return
-    last = [v for _, v in mine[-3:]]
-    if min(last) >= 0.5 and mine[0][1] < 0.25:
-        since = mine[-3][0]
+    last = [v for _, v in points[-3:]]
+    if min(last) >= 0.5 and points[0][1] < 0.25:
+        since = points[-3][0]
         yield AlarmFinding(
             "identical_answers",
             "",
@@ -176,15 +177,15 @@ def identical_answers(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
             r.step,
             since,
             f"{fmean(last):.0%} of the tasks get an answer that another task got too, almost word "
-            f"by word ({mine[0][1]:.0%} at the start)",
+            f"by word ({points[0][1]:.0%} at the start)",
             "The reward pays for one text whatever the task: read it, and let the judge see the "
             "task and its truth.",
         )
 
 
 def judge(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
-    """A judge cannot be read in 3 of 10 calls, leaves a tenth of its questions without a verdict,
-    or gives everything the same score.
+    """Report a judge that is unreadable in 30 % of its calls, gives no verdict on 10 % of its
+    questions, or scores everything the same.
     """
     if r.role != "explorer":
         return
@@ -210,8 +211,8 @@ def judge(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
 
 
 def _saturated(h: History, r: MetricRecord, judge_name: str) -> Iterator[AlarmFinding]:
-    """The spread of what a judge gives is a tenth of what it was; of the whole reward where no part
-    is named after the judge.
+    """Report that the spread of a judge's scores fell to a tenth; without a part named after the
+    judge, that of the reward.
     """
     parts = [
         n
@@ -237,8 +238,8 @@ def _saturated(h: History, r: MetricRecord, judge_name: str) -> Iterator[AlarmFi
 
 
 def kl_jump(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
-    """A KL of the policy is 5 times the median of the 10 steps before it, and above 0.1 nats, for 2
-    steps.
+    """Report a KL of the policy above 5 times the median of the 10 steps before, and 0.1 nats, for
+    2 steps.
     """
     for name in [
         n
@@ -253,8 +254,8 @@ def kl_jump(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
 
 
 def mismatch_jump(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
-    """Engine and trainer disagree 5 times as much as before, and by more than 0.02 nats; or half of
-    the effective samples are lost.
+    """Report that engine and trainer disagree 5 times as much as before, and by more than 0.02
+    nats, or that half of the effective samples are lost.
     """
     hint = (
         "Engines may serve old or damaged weights, or sample otherwise than is set: see "
@@ -262,9 +263,9 @@ def mismatch_jump(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
     )
     if "mismatch/abs_diff_mean" in r.values:
         yield from _jump("mismatch_jump", h, r, "mismatch/abs_diff_mean", 0.02, hint)
-    mine = h.of("mismatch/ess")
-    fell = len(mine) > WINDOW and max(v for _, v in mine[-2:]) < 0.5 < 0.8 < fmean(
-        v for _, v in mine[:WINDOW]
+    points = h.series("mismatch/ess")
+    fell = len(points) > WINDOW and max(v for _, v in points[-2:]) < 0.5 < 0.8 < fmean(
+        v for _, v in points[:WINDOW]
     )
     if "mismatch/ess" in r.values and fell:
         yield AlarmFinding(
@@ -272,8 +273,8 @@ def mismatch_jump(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
             "mismatch/ess",
             r.role,
             r.step,
-            mine[-2][0],
-            f"the effective sample size of a step fell to {mine[-1][1]:.2f} of its tokens",
+            points[-2][0],
+            f"the effective sample size of a step fell to {points[-1][1]:.2f} of its tokens",
             f"Lower max_staleness, or use rollout_correction.  {hint}",
         )
 
@@ -281,20 +282,20 @@ def mismatch_jump(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
 def _jump(
     kind: str, h: History, r: MetricRecord, name: str, floor: float, hint: str
 ) -> Iterator[AlarmFinding]:
-    mine = h.of(name)
-    before = [abs(v) for _, v in mine[-12:-2]]
+    points = h.series(name)
+    before = [abs(v) for _, v in points[-12:-2]]
     if (
         r.role == "trainer"
         and len(before) >= WINDOW
-        and all(abs(v) > max(floor, _JUMP * median(before)) for _, v in mine[-2:])
+        and all(abs(v) > max(floor, _JUMP * median(before)) for _, v in points[-2:])
     ):
-        since = mine[-2][0]
-        saw = f"{name} jumped from {median(before):.3g} to {mine[-1][1]:.3g}"
+        since = points[-2][0]
+        saw = f"{name} jumped from {median(before):.3g} to {points[-1][1]:.3g}"
         yield AlarmFinding(kind, name, r.role, r.step, since, saw, hint)
 
 
 def starving(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
-    """10 steps of a second or more in which the trainer waited 95 % of the time; or as many
+    """Report 10 steps of at least a second in which the trainer waited 95 % of the time, or as many
     versions in which the explorer did.
     """
     count = 2 * WINDOW
@@ -313,7 +314,7 @@ def starving(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
             "trainer",
             "",
             r.step,
-            h.of("time/wait_s")[-count][0],
+            h.series("time/wait_s")[-count][0],
             f"the trainer waited for rows in {wait_s / step_s:.0%} of the last {count} steps "
             f"({wait_s:.1f} of {step_s:.1f} s)",
             "Generation is the bottleneck: more engines, more runs at a time, or "
@@ -333,7 +334,7 @@ def starving(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
             "explorer",
             "",
             r.step,
-            h.of("explorer/idle_ratio")[-count][0],
+            h.series("explorer/idle_ratio")[-count][0],
             f"engines waited for weights in {idle:.0%} of the time of {count} versions",
             "Training is the bottleneck: more ranks, or let exploring run ahead "
             "(synchronizer.sync_offset); see rft timeline RUN.",
@@ -353,12 +354,12 @@ RULES: dict[str, Rule] = {
 }
 
 
-# ------------------------------------------------------------ what rules share
+# ------------------------------------------------------------ shared by the rules
 
 
 def _standard_error(r: MetricRecord, name: str) -> float:
-    """Of an evaluation's mean over its tasks; if it was not reported, that of a proportion over as
-    many tasks.
+    """Return the standard error of an evaluation's mean over its tasks, at least that of a
+    proportion.
     """
     prefix, _, n = name.partition("/mean@")
     mean = r.values[name]
@@ -368,15 +369,17 @@ def _standard_error(r: MetricRecord, name: str) -> float:
 
 
 def _rose(h: History, since: int) -> bool:
-    """Whether the training reward is higher than at step `since`: by a quarter of a batch's spread,
-    and outside its noise.
+    """Return whether the training reward is higher than at step `since`: by a quarter of a batch's
+    spread, and outside its noise.
     """
-    mine = h.of(REWARD)
+    points = h.series(REWARD)
     before = (
-        [v for s, v in mine if s <= max(since, mine[0][0] + WINDOW - 1)][-WINDOW:] if mine else []
+        [v for s, v in points if s <= max(since, points[0][0] + WINDOW - 1)][-WINDOW:]
+        if points
+        else []
     )
     now = h.recent(REWARD)
-    spread = h.of("rollout/reward/std")
+    spread = h.series("rollout/reward/std")
     if now is None or not before or not spread:
         return False
     rise = now - fmean(before)
@@ -387,29 +390,27 @@ def _rose(h: History, since: int) -> bool:
 
 
 def _rises(h: History) -> bool:
-    """Whether the reward of the last steps is above that of as many before them, outside the noise
-    of one step.
+    """Return whether the mean reward of the last steps exceeds that of as many before, outside the
+    noise.
     """
-    mine = [v for _, v in h.of(REWARD)]
+    rewards = [v for _, v in h.series(REWARD)]
     return (
-        len(mine) >= 4 * WINDOW
-        and fmean(mine[-2 * WINDOW :]) - fmean(mine[-4 * WINDOW : -2 * WINDOW])
+        len(rewards) >= 4 * WINDOW
+        and fmean(rewards[-2 * WINDOW :]) - fmean(rewards[-4 * WINDOW : -2 * WINDOW])
         > h.noise(REWARD) / WINDOW**0.5
     )
 
 
 def _evals_better(h: History) -> bool:
-    """Whether any evaluation is above its first value."""
+    """Return whether any evaluation is above its first value."""
     return any(
-        mine[-1][1] > mine[0][1]
-        for n, mine in h.points.items()
+        points[-1][1] > points[0][1]
+        for n, points in h.points.items()
         if n.startswith("eval/") and "/mean@" in n
     )
 
 
 def _more(h: History, name: str) -> float:
-    """What a running total grew by over 3 steps; totals begin anew with the process that counts
-    them.
-    """
-    mine = [v for _, v in h.of(name)[-4:]]
-    return sum(b - a if b >= a else b for a, b in pairwise(mine))
+    """Return the growth of a running total over 3 steps; totals restart with their process."""
+    totals = [v for _, v in h.series(name)[-4:]]
+    return sum(b - a if b >= a else b for a, b in pairwise(totals))

@@ -1,9 +1,8 @@
-"""Alarms: what a run's numbers say before a person looks.  Pure functions over series, with the
-series as their only state.
+"""Alarms on the metrics of a run: pure functions over series, which are their only state.
 
-Every rule compares the last few steps with how the run began, in units of its own noise, so that no
-rule knows a model or a task.  It knows records; not who logs them.  Invariant: one alarm is raised
-once per subject and run, also where the run is resumed.
+Every rule compares the last few steps with the start of the run, in units of its own noise, so that
+no rule depends on a model or a task.  Knows records, not their source.
+Invariant: an alarm is raised once per subject and run, even if the run is resumed.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from msgspec import Struct
 
 from rft.types.metrics import MetricRecord
 
-WINDOW = 5  # steps that are averaged
-_FIRST = 50  # points that are kept; how many steps late a record may come
+WINDOW = 5  # steps to average
+_FIRST = 50  # kept points, first and last; _ORDER: steps that a record may come late
 _LAST = 500
 _ORDER = 10
-_NOISE = 50  # steps from which a series' noise is taken
+_NOISE = 50  # last steps that measure a series' noise
 SIGMAS = 4.0
 REWARD = "rollout/reward/mean"
-LOGGED = "alarm/"  # and its name: an alarm among the records, behind the one that raised it
+LOGGED = "alarm/"  # prefix of an alarm among the records, after the record that raised it
 WATCHED = (
     "rollout/",
     "eval/",
@@ -40,13 +39,13 @@ WATCHED = (
     "time/wait_s",
     "explorer/idle_ratio",
 )
-# of accepted groups alone; rules read the explorer's of this name
+# covers only accepted groups; rules read the explorer's metric of this name
 _TRAINERS = ("trainer", "frac_reward_zero_std")
 Points = list[tuple[int, float]]
 
 
 class AlarmFinding(Struct, frozen=True):
-    """One alarm, of a record of `role`; "": no rows are concerned."""
+    """One alarm raised by a record of `role`; "": not related to rows."""
 
     name: str
     subject: str
@@ -58,25 +57,24 @@ class AlarmFinding(Struct, frozen=True):
 
     @property
     def rows(self) -> str:
-        """An SQL condition on v_experiences: what these train steps used, or these explore steps
-        made; batches count from 0.
+        """An SQL condition on v_experiences: rows used by these train steps, or made by these
+        explore steps; batches count from 0.
         """
         if self.role == "trainer":
             return f"used_step BETWEEN {self.since} AND {self.step}"
         return f"batch BETWEEN {max(self.since - 1, 0)} AND {self.step - 1}" if self.role else ""
 
     def text(self) -> str:
-        """In words, for a log, a tracker, a terminal."""
+        """Return a text for logs, trackers and terminals."""
         rows = f"  Look: rft buffer sample RUN --where '{self.rows}'." if self.rows else ""
         return f"alarm {self.name}: {self.saw} (since step {self.since}).{rows}  {self.hint}"
 
 
 class History:
-    """The series of a run, as far as rules read them; of a step that is written again the later
-    value holds.
+    """The series of a run that rules read; if a step is written again, the later value counts.
 
-    A series keeps its first 50 and its last 500 points, so that a step costs the same however long
-    the run is.
+    A series keeps its first 50 and its last 500 points, so that the cost of a step does not grow
+    with the run.
     """
 
     def __init__(self) -> None:
@@ -95,59 +93,61 @@ class History:
                 self._put(self.points[name], record.step, value)
 
     @staticmethod
-    def _put(mine: Points, step: int, value: float) -> None:
-        """In its place: several explorers may report out of order.  A step far behind: the run went
-        on from a checkpoint before.
-        """
-        if mine and step < mine[-1][0] - _ORDER:
-            del mine[bisect_left(mine, (step,)) :]
-        at = bisect_left(mine, (step,))
-        mine[at : at + (at < len(mine) and mine[at][0] == step)] = [(step, value)]
-        if len(mine) > _FIRST + _LAST:
-            del mine[_FIRST]
+    def _put(points: Points, step: int, value: float) -> None:
+        """Insert a point in order, since several explorers may report out of order.
 
-    def of(self, name: str) -> Points:
+        A step far back means that the run continued from an earlier checkpoint: later points are
+        dropped.
+        """
+        if points and step < points[-1][0] - _ORDER:
+            del points[bisect_left(points, (step,)) :]
+        at = bisect_left(points, (step,))
+        points[at : at + (at < len(points) and points[at][0] == step)] = [(step, value)]
+        if len(points) > _FIRST + _LAST:
+            del points[_FIRST]
+
+    def series(self, name: str) -> Points:
         return self.points.get(name, [])
 
     def recent(self, name: str, count: int = WINDOW) -> float | None:
-        """Mean of the last `count` values; None if there are fewer."""
-        mine = self.of(name)
-        return fmean(v for _, v in mine[-count:]) if len(mine) >= count else None
+        """Return the mean of the last `count` values; None if there are fewer."""
+        points = self.series(name)
+        return fmean(v for _, v in points[-count:]) if len(points) >= count else None
 
     def noise(self, name: str) -> float:
-        """Standard deviation of one step's value around its trend, from the differences of
+        """Return the standard deviation of one step's value around its trend, from differences of
         neighbours (robust to a few jumps).
         """
-        mine = self.of(name)[-_NOISE:]
-        apart = [abs(b - a) for (_, a), (_, b) in pairwise(mine)]
+        points = self.series(name)[-_NOISE:]
+        apart = [abs(b - a) for (_, a), (_, b) in pairwise(points)]
         return max(median(apart) / 0.954, fmean(apart) / 4) if apart else 0.0
 
     def moved(self, name: str) -> tuple[float, float, bool]:
-        """(mean at the beginning, mean now, whether the difference stands out from the noise);
-        equal where there is too little.
+        """Return (mean at the start, current mean, whether the difference exceeds the noise); 0, 0,
+        False for too few points.
         """
-        mine = self.of(name)
-        if len(mine) < 2 * WINDOW:
+        points = self.series(name)
+        if len(points) < 2 * WINDOW:
             return 0.0, 0.0, False
-        first = fmean(v for _, v in mine[:WINDOW])
-        now = fmean(v for _, v in mine[-WINDOW:])
+        first = fmean(v for _, v in points[:WINDOW])
+        now = fmean(v for _, v in points[-WINDOW:])
         return first, now, abs(now - first) > SIGMAS * self.noise(name) * (2 / WINDOW) ** 0.5
 
     def since(self, name: str, beyond: Callable[[float], bool]) -> int:
-        """The first step of the unbroken end of a series in which `beyond` holds for the mean of
-        WINDOW values.
+        """Return the first step of the final stretch in which `beyond` holds for the mean of WINDOW
+        values.
         """
-        mine = self.of(name)
+        points = self.series(name)
         at = 0
-        for i in range(len(mine) - 1, -1, -1):
-            at = mine[i][0]
-            if not beyond(fmean(v for _, v in mine[max(0, i + 1 - WINDOW) : i + 1])):
-                return mine[min(i + 1, len(mine) - 1)][0]
+        for i in range(len(points) - 1, -1, -1):
+            at = points[i][0]
+            if not beyond(fmean(v for _, v in points[max(0, i + 1 - WINDOW) : i + 1])):
+                return points[min(i + 1, len(points) - 1)][0]
         return at
 
     def solved(self) -> float | None:
-        """Where the training reward is between the least and the greatest that the run has seen: 0
-        to 1; None without any spread.
+        """Return the training reward relative to the lowest and highest of the run, 0 to 1; None
+        without any spread.
         """
         now = self.recent(REWARD)
         if now is None or "rollout/reward/min" not in self._range:
@@ -161,7 +161,7 @@ Rule = Callable[[History, MetricRecord], Iterator[AlarmFinding]]
 
 
 class Alarms:
-    """Every rule over one run.  `levels`: by name of the rule, off, warn or stop."""
+    """Applies every rule to one run.  `levels`: off, warn or stop by name of the rule."""
 
     def __init__(self, levels: Mapping[str, str], rules: dict[str, Rule]) -> None:
         self._rules = {
@@ -172,12 +172,12 @@ class Alarms:
         self._raised: set[tuple[str, str]] = set()
 
     def resume(self, records: Iterable[MetricRecord]) -> None:
-        """Take what an earlier process of the run has written; what it raised is not raised again.
+        """Read the records of an earlier process of the run; its alarms are not raised again.
 
-        A rule is asked only where it raised an alarm: to ask all of them about every record takes
-        minutes for a long run.
+        Only rules that raised an alarm are evaluated, since evaluating all rules on every record
+        takes minutes for a long run.
         """
-        before: dict[str, MetricRecord] = {}  # by role
+        before: dict[str, MetricRecord] = {}  # last record by role
         for record in records:
             raised = [n.removeprefix(LOGGED) for n in record.values if n.startswith(LOGGED)]
             for rule in [
@@ -191,16 +191,16 @@ class Alarms:
                 before[record.role] = record
 
     def see(self, record: MetricRecord) -> list[AlarmFinding]:
-        """What `record` adds: alarms that were not raised before."""
+        """Return the alarms that `record` raises for the first time."""
         self._history.add(record)
-        found = [
+        findings = [
             f
             for rule in self._rules.values()
             for f in rule(self._history, record)
             if (f.name, f.subject) not in self._raised
         ]
-        self._raised |= {(f.name, f.subject) for f in found}
-        return found
+        self._raised |= {(f.name, f.subject) for f in findings}
+        return findings
 
     def stops(self, finding: AlarmFinding) -> bool:
         return self._levels[finding.name] == "stop"

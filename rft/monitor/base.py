@@ -1,8 +1,8 @@
-"""What a tracker is: a place beside metrics.jsonl that numbers and tables are mirrored to.
+"""The interface of a tracker: a destination for metrics and tables in addition to metrics.jsonl.
 
-One file per tracker, marked with `@monitor("name")`, found by being in this folder or in a plugin
-folder. It knows nothing of threads or failures: `Monitor` calls each tracker from one thread of its
-own, in order, and drops it when it raises.
+One file per tracker, marked with `@monitor("name")`, found in this folder or in a plugin folder.  A
+tracker knows nothing of threads or failures: `Monitor` calls each from its own thread, in order,
+and drops it when it raises.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from rft.files.disk import write_whole
 from rft.monitor.read import MetricTail
-from rft.monitor.settings import MonitorSettings
+from rft.monitor.settings import TrackedRun
 from rft.plugins import kind
 from rft.types.metrics import MetricRecord
 
@@ -27,48 +27,48 @@ Row = dict[str, Any]
 
 
 class TrackerArgs(BaseModel):
-    """Base of all tracker arguments; it has none itself."""
+    """Base of all tracker arguments, without arguments of its own."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Tracker(ABC):
-    """Opens in `__init__`, which may be slow.  Any exception switches the tracker off for the rest
-    of the run.
+    """`__init__` opens the tracker and may be slow.  Any exception disables the tracker for the
+    rest of the run.
     """
 
     Args: ClassVar[type[TrackerArgs]] = TrackerArgs
-    # modules that must be importable, asked before the run starts
+    # modules that must be importable, checked before the run starts
     requires: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, settings: MonitorSettings, args: Any) -> None:
-        self.settings = settings
+    def __init__(self, run: TrackedRun, args: Any) -> None:
+        self.run = run
         self.args = args
 
     @abstractmethod
     def log(self, record: MetricRecord) -> None:
-        """The numbers of one step of one role."""
+        """Log the metrics of one step of one role."""
 
     @abstractmethod
     def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
-        """Examples to look at; rows hold JSON values, not necessarily all the same columns."""
+        """Show a table of examples; rows hold JSON values and may have different columns."""
 
     @abstractmethod
     def close(self) -> None:
-        """Everything given before is with the tracker when this returns."""
+        """Deliver everything logged before returning."""
 
 
 class OneRun(Tracker):
     """A tracker that keeps all roles in one run.
 
-    The role that uses a metric's name first keeps it, also when the run resumes; another role's
+    A metric's name belongs to the role that used it first, also after a resume; another role's
     metric of the same name becomes `role/name`, since its steps count something else.
     """
 
-    def __init__(self, settings: MonitorSettings, args: Any) -> None:
-        super().__init__(settings, args)
+    def __init__(self, run: TrackedRun, args: Any) -> None:
+        super().__init__(run, args)
         self._owner: dict[str, str] = {}
-        for record in MetricTail(settings.folder / "metrics.jsonl").new():
+        for record in MetricTail(run.folder / "metrics.jsonl").new():
             for name in record.values:
                 self.name(record.role, name)
 
@@ -81,23 +81,23 @@ class OneRun(Tracker):
 
     @abstractmethod
     def send(self, role: str, step: int, when: float, values: dict[str, Any]) -> None:
-        """Values of one step by the names of the run; `when` in seconds since the epoch."""
+        """Send the values of one step under their final names; `when` in seconds since the epoch."""
 
 
 def columns(rows: Sequence[Row]) -> list[str]:
-    """All keys, in the order in which they appear first."""
+    """Return all keys in the order of their first appearance."""
     return list(dict.fromkeys(key for row in rows for key in row))
 
 
 def cell(value: Any) -> str | int | float | bool | None:
-    """A value that every tracker can show; lists and mappings become JSON."""
+    """Convert a value to one that every tracker can show; lists and mappings become JSON."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return msgspec.json.encode(value).decode()
 
 
 def markdown(rows: Sequence[Row], limit: int = 100) -> str:
-    """A table for trackers that show text; beyond `limit` rows only their number."""
+    """Return a Markdown table; beyond `limit` rows only their number."""
     names = columns(rows)
     lines = [
         names,
@@ -113,7 +113,7 @@ def markdown(rows: Sequence[Row], limit: int = 100) -> str:
 
 
 def remembered_id(path: Path) -> str:
-    """The tracker's own id of this run, kept in `path`, so that a resumed run continues it."""
+    """Return the tracker's id of this run, stored in `path`, so that a resumed run continues it."""
     if not path.exists() or copied(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         remember(path, uuid.uuid4().hex[:16])
@@ -121,14 +121,14 @@ def remembered_id(path: Path) -> str:
 
 
 def remember(path: Path, text: str) -> None:
-    """`text` in `path`, and beside it where that is."""
+    """Write `text` to `path`, and the location of `path` to a file next to it."""
     write_whole(path, text)
     write_whole(path.with_name(f"{path.name}.at"), str(path.absolute()))
 
 
 def copied(path: Path) -> bool:
-    """Whether what `path` remembers is another run's: the folder is a copy, and that from which it
-    was copied is still there.
+    """Return whether `path` belongs to another run: the folder is a copy, and the original still
+    exists.
     """
     at = path.with_name(f"{path.name}.at")
     first = Path(at.read_text()) if at.is_file() else path

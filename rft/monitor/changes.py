@@ -1,4 +1,4 @@
-"""Tells that files below a folder were written, by inotify.  Knows no run."""
+"""Report changes of files below a folder with inotify.  Knows no run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from rft.errors import SetupError
 
 
 class FolderChanges:
-    """Watches `folder` and the folders below it from now on.  Raises SetupError where the system
-    has no inotify.
-    """
+    """Watches folders, and with `recursive` their subfolders.  Raises SetupError without inotify."""
 
     _IN_MODIFY = 0x2
     _IN_CREATE = 0x100
@@ -34,11 +32,11 @@ class FolderChanges:
             raise
 
     def fileno(self) -> int:
-        """Readable while there are changes that `wait` has not taken."""
+        """Return the descriptor, which is readable while `wait` would not block."""
         return self._fd
 
     def wait(self) -> None:
-        """Until something has changed since the last call; Ctrl-C raises KeyboardInterrupt."""
+        """Wait for a change since the last call; Ctrl-C raises KeyboardInterrupt."""
         os.read(self._fd, 65536)
         if self._recursive:
             self._cover()
@@ -48,8 +46,8 @@ class FolderChanges:
             os.close(self._fd)
 
     def _cover(self) -> None:
-        """Also the folders of machines that have joined (log.group_by_node); folders already
-        watched are not affected.
+        """Watch all folders, including those of machines that joined later (log.group_by_node);
+        watching again has no effect.
         """
         events = self._IN_MODIFY | self._IN_CREATE | self._IN_MOVED_TO
         below = (

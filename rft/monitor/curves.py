@@ -1,8 +1,8 @@
 """Curves as text: an SVG picture of a few series, and a line of blocks for a terminal.  No library,
-no script, no reference to a file.
+no script, no external reference.
 
-Knows numbers by step; not where they come from.  Invariant: every name is escaped, and a value that
-is not finite leaves a gap.
+Knows numbers by step; not their source.
+Invariant: every name is escaped, and a non-finite value leaves a gap.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rft.monitor.pictures import GREY, escaped, svg_text, ticks
 from rft.monitor.read import AllSeries
 
 Points = Sequence[tuple[float, float]]
-# Okabe and Ito, for colour-blind people
+# Okabe and Ito, for colour-blind readers
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 REWARD = ("rollout/reward/mean", "experience/reward/mean")
 _LOSSES = ("actor/loss", "train/loss")
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_LEFT = 46  # margins, a line of text, and least height of the axes, pixels
+_LEFT = 46  # margins, height of a text line, and minimum height of the axes, pixels
 _RIGHT = 10
 _BOTTOM = 22
 _LINE = 13
@@ -30,7 +30,7 @@ _LEAST = 100
 
 @dataclass(frozen=True)
 class Picture:
-    """An SVG picture; a notebook draws it where it is the value of a cell."""
+    """An SVG picture; a notebook displays it as the value of a cell."""
 
     svg: str
 
@@ -38,69 +38,69 @@ class Picture:
         return self.svg
 
     def save(self, path: str | Path) -> None:
-        """Write it to `path`, a new or existing .svg file."""
+        """Write the picture to `path`, a new or existing .svg file."""
         Path(path).write_text(self.svg, encoding="utf-8")
 
 
 def is_main(name: str) -> bool:
-    """Whether `main_curves` may ask for it."""
+    """Return whether `main_curves` may request the metric `name`."""
     return name in REWARD or name in _LOSSES or is_evaluation(name)
 
 
 def main_curves(measured: AllSeries) -> dict[str, list[tuple[int, float]]]:
-    """What a person asks for first: the training reward (else the loss), and the mean of each
-    evaluation; only what there is.
+    """Return the most important curves that exist: the training reward (else the loss), and the
+    mean of each evaluation.
     """
-    found = {
+    curves = {
         name: points
-        for name in (REWARD[0], *evaluations(measured.found))
+        for name in (REWARD[0], *evaluations(measured.by_name))
         if (points := measured.points(name))
     }
     for name in (*REWARD[1:], *_LOSSES):
-        if not found and (points := measured.points(name)):
-            found[name] = points
-    return found
+        if not curves and (points := measured.points(name)):
+            curves[name] = points
+    return curves
 
 
 def main_values(measured: AllSeries) -> dict[str, list[float]]:
-    """The finite values of each main curve that has two or more."""
-    found = {
+    """Return the finite values of each main curve with at least two."""
+    curves = {
         name: [v for _, v in points if math.isfinite(v)]
         for name, points in main_curves(measured).items()
     }
-    return {name: values for name, values in found.items() if len(values) > 1}
+    return {name: values for name, values in curves.items() if len(values) > 1}
 
 
 def is_evaluation(name: str) -> bool:
-    """Whether it is the main number of an evaluation: its mean reward, or its loss on held-out
-    rows.
+    """Return whether `name` is an evaluation's main metric: its mean reward, or its loss on
+    held-out rows.
     """
     return name.startswith(("eval/", "bench/")) and ("/mean@" in name or name.endswith("/loss"))
 
 
 def evaluations(names: Iterable[str]) -> list[str]:
-    """Those that are the main number of an evaluation."""
+    """Return the names that are main metrics of evaluations."""
     return list(filter(is_evaluation, names))
 
 
 def reward_parts(names: Iterable[str]) -> list[str]:
-    """`rollout/<name>/mean` of each part of the reward; unlike metrics of workflows, parts have a
-    spread.
+    """Return `rollout/<name>/mean` of each part of the reward; unlike metrics of workflows, parts
+    have a spread.
     """
-    known = dict.fromkeys(names)
+    unique = dict.fromkeys(names)
     means = [
-        n for n in known if n.startswith("rollout/") and n.endswith("/mean") and n not in REWARD
+        n for n in unique if n.startswith("rollout/") and n.endswith("/mean") and n not in REWARD
     ]
-    return [n for n in means if f"{n.removesuffix('/mean')}/std" in known]
+    return [n for n in means if f"{n.removesuffix('/mean')}/std" in unique]
 
 
 def sparkline(values: Iterable[float], width: int = 40) -> str:
-    """One line of at most `width` blocks from the least to the greatest value; a column is the mean
-    of its values.
+    """Return one line of at most `width` blocks scaled from minimum to maximum; a column is the
+    mean of its values.
     """
-    given = list(values)
-    size = max(1, math.ceil(len(given) / width))
-    columns = [_mean(given[i : i + size]) for i in range(0, len(given), size)]
+    points = list(values)
+    size = max(1, math.ceil(len(points) / width))
+    columns = [_mean(points[i : i + size]) for i in range(0, len(points), size)]
     finite = [c for c in columns if math.isfinite(c)]
     if not finite:
         return ""
@@ -113,8 +113,8 @@ def sparkline(values: Iterable[float], width: int = 40) -> str:
 def svg(
     lines: Mapping[str, Points], *, title: str = "", width: int = 510, height: int = 220
 ) -> str:
-    """Series by name, each (x, y) in order of x, on one pair of axes; more than 400 points of a
-    series are averaged in pairs and more.
+    """Draw series by name, each (x, y) sorted by x, on one pair of axes; beyond 400 points per
+    series neighbours are averaged.
     """
     top = 9 + _LINE * max(len(lines), 1)
     height = max(height, top + _LEAST + _BOTTOM)
@@ -152,7 +152,8 @@ def svg(
         )
         parts.append(svg_text(_LEFT - 5, y + 4, f"{tick:g}", "end"))
     parts += [
-        svg_text(at(tick, y0)[0], height - 6, f"{tick:g}", "middle") for tick in ticks(x0, x1)
+        svg_text(at(tick, y0)[0], height - 6, f"{tick:g}", "middle")
+        for tick in ticks(x0, x1, whole=all(float(x).is_integer() for x, _ in every))
     ]
     for i, (name, points) in enumerate(shown.items()):
         parts += _line(name, [at(x, y) for x, y in points], points, COLORS[i % len(COLORS)])
@@ -183,11 +184,9 @@ def _line(
 def _range(values: Sequence[float]) -> tuple[float, float]:
     low = min(values)
     high = max(values)
-    return (
-        (low, high)
-        if high > low
-        else (low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0))
-    )
+    if low == high == 0:  # of shares and counts: nothing is below
+        return 0.0, 1.0
+    return (low, high) if high > low else (low - 0.5 * abs(low), high + 0.5 * abs(high))
 
 
 def _thinned(points: Points, most: int = 400) -> list[tuple[float, float]]:

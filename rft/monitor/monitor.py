@@ -1,9 +1,9 @@
-"""Where numbers go: metrics.jsonl always, and any number of trackers beside it.
+"""Write metrics to metrics.jsonl, and mirror them to any number of trackers.
 
-metrics.jsonl is part of the run: failing to write it ends the run.  A tracker is a convenience: one
-that fails is switched off with an error in the log and `alarm/monitor_failed` in metrics.jsonl and
-the other trackers. Invariant: every line of metrics.jsonl is one whole record; a line cut by a
-crash is removed when the run resumes.
+metrics.jsonl is part of the run: failing to write it ends the run.  A failing tracker is disabled,
+with an error in the log and `alarm/monitor_failed` in metrics.jsonl and the other trackers.
+Invariant: every line of metrics.jsonl is one complete record; a line cut by a crash is removed when
+the run resumes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import msgspec
 from rft.errors import ConfigError, DeadlineExceeded, RunFailed, SetupError
 from rft.files.disk import drop_cut_line, full, is_full, write_whole
 from rft.monitor.base import Row, Tracker
-from rft.monitor.settings import MonitorSettings
+from rft.monitor.settings import MonitorConfig, TrackedRun
 from rft.plugins import REGISTRY, Plugin, checked_args
 from rft.secrets import redact
 from rft.types.metrics import MetricRecord
@@ -37,18 +37,20 @@ SAMPLES = "samples"
 ALARM = "alarm/monitor_failed"
 CLOSE_S = 120.0
 Call = Callable[[Tracker], None]
-CAPACITY = 10_000  # calls that may wait; a tracker further behind than that counts as failed
+CAPACITY = 10_000  # maximum waiting calls; a tracker further behind counts as failed
 
 
 class Monitor:
-    """Takes the records and tables of a run.  One process owns it; others send theirs there."""
+    """Receives the records and tables of a run.  One process owns it; others send theirs to that
+    process.
+    """
 
-    def __init__(self, settings: MonitorSettings) -> None:
-        """Opens metrics.jsonl in `settings.folder`; trackers open in their own threads."""
-        self._folder = settings.folder
-        self._dump_dir = settings.dump_dir
-        self._num_samples = settings.num_samples
-        self._path = settings.folder / FILE
+    def __init__(self, config: MonitorConfig, run: TrackedRun) -> None:
+        """Open metrics.jsonl in the run's folder; trackers open in their own threads."""
+        self._folder = run.folder
+        self._dump_dir = config.eval_dump_dir
+        self._num_samples = config.log_eval_samples
+        self._path = run.folder / FILE
         self._folder.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("a+b")
         if cut := drop_cut_line(self._file):
@@ -58,19 +60,15 @@ class Monitor:
         self._lock = threading.Lock()  # failures are reported from the trackers' threads
         self._last = MetricRecord(role="trainer", step=0, time=time.time(), values={})
         makers = {
-            kind: _maker(
-                _plugin(kind, settings.plugin_dirs), settings, settings.args.get(kind) or {}
-            )
-            for kind in settings.kinds
+            kind: _maker(_plugin(kind, run.plugin_dirs), run, config.tracker_args(kind))
+            for kind in config.monitor_type
         }
         self._mirrors = [Mirror(kind, make, self._tracker_failed) for kind, make in makers.items()]
-        for mirror in self._mirrors:  # only now: one may fail at once, and the others log that
+        for mirror in self._mirrors:  # a failing tracker is logged to all others
             mirror.start()
 
     async def log(self, record: MetricRecord) -> None:
-        """On disk when this returns (in the sense that it survives kill -9).  Raises RunFailed when
-        it cannot be written.
-        """
+        """Log a record; on return it survives kill -9.  Raises RunFailed if it cannot be written."""
         values = {redact(k): float(v) for k, v in record.values.items()}
         record = msgspec.structs.replace(
             record, values=values, notes=tuple(map(redact, record.notes))
@@ -80,24 +78,22 @@ class Monitor:
         self._mirror(lambda tracker: tracker.log(record))
 
     async def samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
-        """Writes samples/<name>_<step>.jsonl, one row a line, whole or not at all, and shows the
-        table in the trackers.
+        """Write samples/<name>_<step>.jsonl atomically, one row per line, and show the table in the
+        trackers.
 
-        Both hold the first `num_samples` rows; `dump_dir` gets a file of the same name with all of
-        them.
+        Both get the first `log_eval_samples` rows; `eval_dump_dir` gets a file of the same name
+        with all rows.
         """
         clean: list[Row] = [_redacted(row) for row in rows]
         file = f"{re.sub(r'[^A-Za-z0-9_.@-]', '_', name)}_{step}.jsonl"
         if self._dump_dir is not None:
-            _write_rows(self._dump_dir / file, clean)
+            _write_rows(Path(self._dump_dir) / file, clean)
         if shown := clean[: self._num_samples]:
             _write_rows(self._folder / SAMPLES / file, shown)
             self._mirror(lambda tracker: tracker.table(name, step, shown))
 
     async def close(self, deadline_s: float = CLOSE_S) -> None:
-        """Waits at most `deadline_s` for each tracker to take everything.  Nothing may be logged
-        afterwards.
-        """
+        """Wait at most `deadline_s` for each tracker to finish.  Nothing may be logged afterwards."""
         for mirror in self._mirrors:
             await mirror.close(deadline_s)
         self._mirrors = []
@@ -137,8 +133,9 @@ class Monitor:
 class Mirror:
     """One tracker in one thread: calls `make()` and everything submitted.
 
-    A tracker may be slow, hang or fail; the run neither waits for it nor loses sight of it.  After
-    the first failure nothing is called any more, and `on_failure` has been called exactly once.
+    A tracker may be slow, hang or fail; the run does not wait for it but reports its failure.
+    After the first failure nothing is called any more, and `on_failure` has been called exactly
+    once.
     """
 
     def __init__(
@@ -152,8 +149,7 @@ class Mirror:
         self._calls: queue.Queue[Call | None] = queue.Queue(CAPACITY)
         self._failed = threading.Event()
         self._lock = threading.Lock()
-        # A daemon: a tracker that hangs must not keep the program from ending; `close` waits for
-        # the others.
+        # daemon: a hanging tracker must not keep the program alive; `close` waits for the others
         self._thread = threading.Thread(
             target=self._run, args=(make,), name=f"monitor-{kind}", daemon=True
         )
@@ -166,7 +162,7 @@ class Mirror:
         return self._failed.is_set()
 
     def submit(self, call: Call | None) -> None:
-        """Call later, in order.  None ends the thread after everything before it."""
+        """Queue a call, in order.  None ends the thread after all earlier calls."""
         if self.failed:
             return
         try:
@@ -179,9 +175,7 @@ class Mirror:
             )
 
     async def close(self, deadline_s: float) -> None:
-        """Wait until the tracker has everything, at most `deadline_s`; a timeout counts as a
-        failure.
-        """
+        """Wait for the tracker to finish, at most `deadline_s`; a timeout counts as a failure."""
         self.submit(None)
         await asyncio.to_thread(self._thread.join, deadline_s)
         if self._thread.is_alive() and not self.failed:
@@ -195,7 +189,7 @@ class Mirror:
             while not self.failed and (call := self._calls.get()) is not None:
                 call(tracker)
             tracker.close()
-        except BaseException as e:  # the border to foreign libraries, some of which call sys.exit
+        except BaseException as e:  # tracker libraries may raise anything, some call sys.exit
             self._fail(e)
 
     def _fail(self, error: BaseException) -> None:
@@ -211,8 +205,8 @@ def check_available(
     args: Mapping[str, Mapping[str, Any] | None] | None = None,
     plugin_dirs: Sequence[str] = (),
 ) -> None:
-    """Raises before a run starts: ConfigError for an unknown tracker or argument, SetupError for
-    one that is not installed.
+    """Check trackers before a run: ConfigError for an unknown tracker or argument, SetupError if a
+    library is missing.
     """
     for kind in kinds:
         plugin = _plugin(kind, plugin_dirs)
@@ -227,7 +221,7 @@ def check_available(
 
 
 def _plugin(kind: str, plugin_dirs: Sequence[str]) -> Plugin:
-    """A shipped tracker, or one of the user's.  Raises ConfigError for what is no `Tracker`."""
+    """Return a shipped tracker or a plugin.  Raises ConfigError unless it is a `Tracker`."""
     REGISTRY.scan_package("rft.monitor")
     if ":" not in kind and kind not in REGISTRY.names("monitor"):
         for folder in plugin_dirs:
@@ -236,17 +230,15 @@ def _plugin(kind: str, plugin_dirs: Sequence[str]) -> Plugin:
     plugin = REGISTRY.get("monitor", kind)
     if not inspect.isclass(plugin.obj) or not issubclass(plugin.obj, Tracker):
         raise ConfigError(
-            f"monitor {kind!r} must be a class X(Tracker), see docs/howto/monitor.md",
+            f"monitor {kind!r} must be a class X(Tracker), see docs/howto/see-a-run.md",
             key="monitor.monitor_type",
         )
     return plugin
 
 
-def _maker(
-    plugin: Plugin, settings: MonitorSettings, args: Mapping[str, Any]
-) -> Callable[[], Tracker]:
+def _maker(plugin: Plugin, run: TrackedRun, args: Mapping[str, Any]) -> Callable[[], Tracker]:
     checked_args(plugin, args, key=f"monitor.monitor_args.{plugin.name}")
-    return lambda: plugin.obj(settings, plugin.obj.Args(**args))
+    return lambda: plugin.obj(run, plugin.obj.Args(**args))
 
 
 def _write_rows(path: Path, rows: list[Row]) -> None:
@@ -255,8 +247,8 @@ def _write_rows(path: Path, rows: list[Row]) -> None:
 
 
 def _redacted(value: Any) -> Any:
-    """JSON value with secrets removed from every text; numbers that JSON cannot hold become null,
-    other things their text.
+    """Return a JSON value without secrets in any text; non-finite numbers become null, other
+    objects their text.
     """
     if isinstance(value, Mapping):
         return {redact(str(k)): _redacted(v) for k, v in value.items()}
@@ -268,5 +260,5 @@ def _redacted(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if hasattr(value, "tolist"):  # of numpy or torch
         return _redacted(value.tolist())
-    # no file holds half of a character
+    # lone surrogates cannot be written
     return redact(str(value)).encode("utf-8", "backslashreplace").decode()

@@ -1,7 +1,7 @@
-"""The timeline of a run, from metrics.jsonl alone: who worked and who waited.
+"""Draw the timeline of a run from metrics.jsonl: work and waiting of each role.
 
-Knows no process of the run.  Invariant: a bar lies where a record says that the work ended and how
-long it took; nothing is guessed.
+Knows no process of the run.
+Invariant: a bar ends when its record was written and has the recorded duration; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rft.secrets import safe
 from rft.types.metrics import MetricRecord
 
 GREY = "#858585"  # legible on white and on black
-_BARS = 1000  # that are kept before older ones than are wanted go
+_BARS = 1000  # bars kept before old bars beyond `last` are dropped
 ROWS = {"explorer": "explore", "trainer": "train", "synchronizer": "sync", "eval": "evaluate"}
-# one after the other; the last ends at the record
+# consecutive parts of a sync; the last ends at the record's time
 SYNC = ("stage", "wait", "drain", "pause", "load", "resume", "canary")
-STEP = ("wait", "train", "sync", "checkpoint")  # of a train step, in this order
-HELD = ("pause", "load", "resume")  # engines generate nothing
+STEP = ("wait", "train", "sync", "checkpoint")  # consecutive parts of a train step
+HELD = ("pause", "load", "resume")  # parts during which engines generate nothing
 COLORS = {
     "explore": "#3987e5",
     "train": "#d9772b",
@@ -59,42 +59,42 @@ class Bar:
 
 
 def bars(records: Iterable[MetricRecord], *, last: int | None = None) -> list[Bar]:
-    """Of the newest process of the run, from its first version on; `last`: of as many train steps
-    at its end.
+    """Return the bars of the run's newest process, from its first version on; `last`: only that
+    many train steps at the end.
 
-    Raises RunFailed where no version has been published yet.
+    Raises RunFailed if no version has been published yet.
     """
-    found: list[Bar] | None = None
+    bars_found: list[Bar] | None = None
     most = _BARS
     for r in records:
         if begins(r):
-            found = []
-        if found is not None:
-            found += [bar for bar in _of(r) if bar.end > bar.begin]
-            if last is not None and len(found) > most:
-                found = _newest(found, last)
-                most = 2 * len(found) + _BARS
-    if found is None:
+            bars_found = []
+        if bars_found is not None:
+            bars_found += [bar for bar in _bars_of(r) if bar.end > bar.begin]
+            if last is not None and len(bars_found) > most:
+                bars_found = _newest(bars_found, last)
+                most = 2 * len(bars_found) + _BARS
+    if bars_found is None:
         raise RunFailed(
             "no weights have been published: a timeline is drawn of a run that explores, from its "
             "first version on"
         )
-    return found if last is None else _newest(found, last)
+    return bars_found if last is None else _newest(bars_found, last)
 
 
-def _newest(found: list[Bar], last: int) -> list[Bar]:
-    steps = [b for b in found if b.kind == "train"]
+def _newest(all_bars: list[Bar], last: int) -> list[Bar]:
+    steps = [b for b in all_bars if b.kind == "train"]
     if len(steps) <= last:
-        return found
+        return all_bars
     since = steps[-last].begin
     return [
         b if b.begin >= since else Bar(b.row, b.kind, b.label, since, b.end)
-        for b in found
+        for b in all_bars
         if b.end > since
     ]
 
 
-def _of(r: MetricRecord) -> Iterator[Bar]:
+def _bars_of(r: MetricRecord) -> Iterator[Bar]:
     v = r.values
     end = r.time
     if r.role == "explorer" and "rollout/time/batch" in v:
@@ -120,25 +120,30 @@ def _one_after_the_other(
     row: str, label: str, begin: float, spent: Iterable[tuple[str, float]]
 ) -> Iterator[Bar]:
     for kind, seconds in spent:
-        if not (row == "train" and kind == "wait"):  # a trainer that waits is a gap
+        if not (row == "train" and kind == "wait"):  # waiting of the trainer is shown as a gap
             yield Bar(row, kind, label, begin, begin + seconds)
         begin += seconds
 
 
-def shares(found: Sequence[Bar]) -> dict[str, float]:
-    """Parts of the time from the first version on (where there is none: of all of it), 0 to 1.
+def shares(all_bars: Sequence[Bar]) -> dict[str, float]:
+    """Return shares (0 to 1) of the time from the first version on, or of all time without a
+    version.
 
-    Who had nothing to do, and how long engines stood still for weights.
+    Shares: idle time of explorer and trainer, engines paused for weights, both at work.
     """
-    began = min((b.end for b in found if b.row == "sync"), default=min(b.begin for b in found))
-    ended = max(b.end for b in found)
-    whole = max(ended - began, 1e-9)
+    began = min(
+        (b.end for b in all_bars if b.row == "sync"), default=min(b.begin for b in all_bars)
+    )
+    ended = max(b.end for b in all_bars)
+    duration = max(ended - began, 1e-9)
 
     def busy(*kinds: str) -> float:
         ends = [
-            (b.end, b.end - max(b.begin, began)) for b in found if b.kind in kinds and b.end > began
+            (b.end, b.end - max(b.begin, began))
+            for b in all_bars
+            if b.kind in kinds and b.end > began
         ]
-        return covered(*zip(*ends, strict=True)) / whole if ends else 0.0
+        return covered(*zip(*ends, strict=True)) / duration if ends else 0.0
 
     return {
         "explorer idle": 1 - busy("explore", "evaluate"),
@@ -149,7 +154,7 @@ def shares(found: Sequence[Bar]) -> dict[str, float]:
 
 
 def covered(ends: Sequence[float], took: Sequence[float]) -> float:
-    """Length of all spans together, by their ends and lengths; where they overlap it counts once."""
+    """Return the total length of spans, given by ends and lengths; overlaps count once."""
     import numpy as np
 
     end = np.asarray(ends, np.float64)
@@ -165,27 +170,27 @@ def covered(ends: Sequence[float], took: Sequence[float]) -> float:
 
 
 def picture(run_dir: Path, out_svg: Path, *, last: int | None = None) -> dict[str, float]:
-    """Draws the timeline of `run_dir` into `out_svg` and returns `shares`.  Raises RunFailed where
-    there is nothing to draw.
+    """Draw the timeline of `run_dir` into `out_svg` and return `shares`.  Raises RunFailed if there
+    is nothing to draw.
     """
-    found = bars(Records(run_dir / "metrics.jsonl"), last=last)
-    told = shares(found)
+    all_bars = bars(Records(run_dir / "metrics.jsonl"), last=last)
+    ratios = shares(all_bars)
     out_svg.parent.mkdir(parents=True, exist_ok=True)
-    out_svg.write_text(svg(found, told), encoding="utf-8")
-    return told
+    out_svg.write_text(svg(all_bars, ratios), encoding="utf-8")
+    return ratios
 
 
-def svg(found: Sequence[Bar], told: dict[str, float]) -> str:
-    """One lane for each row, more where its bars overlap; seconds below; grey on a transparent
-    ground, legible on black and on white.
+def svg(all_bars: Sequence[Bar], ratios: dict[str, float]) -> str:
+    """Draw one lane per row, more if its bars overlap, above a time axis in seconds; legible on
+    black and on white.
     """
-    first = min(b.begin for b in found)
-    end = max(b.end for b in found)
+    first = min(b.begin for b in all_bars)
+    end = max(b.end for b in all_bars)
     scale = (WIDTH - LEFT - 10) / max(end - first, 1e-9)
     parts: list[str] = []
     y = 6
     for row in ROWS.values():
-        for i, lane in enumerate(_lanes([b for b in found if b.row == row])):
+        for i, lane in enumerate(_lanes([b for b in all_bars if b.row == row])):
             if i == 0:
                 parts.append(svg_text(LEFT - 8, y + 13, row, "end"))
             parts += [
@@ -203,10 +208,13 @@ def svg(found: Sequence[Bar], told: dict[str, float]) -> str:
         parts.append(svg_text(x, y + 14, f"{tick:g} s", "middle"))
     parts.append(
         svg_text(
-            LEFT, y + 34, ", ".join(f"{name} {share:.0%}" for name, share in told.items()), "start"
+            LEFT,
+            y + 34,
+            ", ".join(f"{name} {share:.0%}" for name, share in ratios.items()),
+            "start",
         )
     )
-    used = list(dict.fromkeys(b.kind for b in found))
+    used = list(dict.fromkeys(b.kind for b in all_bars))
     for i, kind in enumerate(used):
         x = WIDTH - 78 * (len(used) - i)
         parts.append(
@@ -222,7 +230,7 @@ def svg(found: Sequence[Bar], told: dict[str, float]) -> str:
 
 
 def _lanes(row: Sequence[Bar]) -> list[list[Bar]]:
-    """Bars that do not overlap share a lane."""
+    """Put bars that do not overlap into one lane."""
     lanes: list[list[Bar]] = []
     for bar in sorted(row, key=lambda b: b.begin):
         free = next((lane for lane in lanes if lane[-1].end <= bar.begin + 1e-6), None)
@@ -252,13 +260,14 @@ def svg_text(x: float, y: float, text: str, anchor: str, color: str = GREY) -> s
 
 
 def escaped(text: str) -> str:
-    """`text` without control characters, escaped for SVG."""
+    """Return `text` without control characters, escaped for SVG."""
     return escape(safe(text))
 
 
-def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """At most `most` round numbers from `low` to `high`, low < high."""
+def ticks(low: float, high: float, most: int = 6, *, whole: bool = False) -> list[float]:
+    """Return at most `most` round numbers from `low` to `high`, low < high; `whole`: of steps."""
     size = 10.0 ** math.floor(math.log10((high - low) / (most - 1)))
+    size = max(size, 1.0) if whole else size
     step = next(
         s for s in (size, 2 * size, 5 * size, 10 * size, 20 * size) if (high - low) / s <= most - 1
     )

@@ -1,7 +1,7 @@
-"""Reading metrics.jsonl back, also while the run is writing it.
+"""Read metrics.jsonl, also while the run is writing it.
 
-Invariant: what is returned was written whole.  A last line without its end is left out and said so;
-a damaged line before it is an error.
+Invariant: returned records were written completely.  An incomplete last line is skipped and
+reported; a damaged line before it is an error.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class _Line(msgspec.Struct):
     notes: tuple[str, ...] = ()
 
 
-_PORTION_BYTES = 4 << 20  # that are read at once
-_MOST_PROBLEMS = 20  # that are reported
+_PORTION_BYTES = 4 << 20  # bytes read at once
+_MOST_PROBLEMS = 20  # maximum reported problems
 MOST_LINE = 16 << 20  # bytes of a line
 _decoder = msgspec.json.Decoder(_Line)
 
 
 class Records:
-    """All whole records of `path`, read anew and one at a time whenever they are asked for; NaN and
-    infinity, stored as null, are NaN.
+    """All complete records of `path`, read again at each iteration, one at a time; NaN and
+    infinity, stored as null, become NaN.
 
-    `note` says what the last reading left out.  Raises RunFailed for a damaged line, OSError for
-    what is no plain file.
+    `note` describes what the last iteration skipped.  Raises RunFailed for a damaged line, OSError
+    unless it is a regular file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,7 +64,7 @@ class Records:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """With their ends; one of more than `MOST_LINE` bytes is cut there and is the last."""
+    """Yield lines with their ends; a line of more than `MOST_LINE` bytes is cut and is the last."""
     while line := file.readline(MOST_LINE + 1):
         yield line
         if not line.endswith(b"\n"):
@@ -72,20 +72,20 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def read(path: Path) -> list[MetricRecord]:
-    """All `Records` at once; what was left out goes to the log as a warning."""
+    """Read all `Records` at once; skipped lines are logged as a warning."""
     records = Records(path)
-    found = list(records)
+    all_records = list(records)
     if records.note:
         log.warning("%s", records.note)
-    return found
+    return all_records
 
 
 class Series:
-    """One metric of a run, by step; of a name that two roles use, the role that used it first.
+    """One metric of a run by step; if two roles use the name, of the role that used it first.
 
-    Where a resumed run wrote a step again, the later value holds; what an attempt wrote beyond the
-    step that the next process began with is left out, but for explore batches ahead of a
-    checkpoint, which are not always played again.
+    If a resumed run writes a step again, the later value counts.  Steps of an attempt beyond the
+    start of the next process are dropped, except explore batches ahead of a checkpoint, which may
+    not be played again.
     """
 
     def __init__(self, name: str) -> None:
@@ -105,85 +105,87 @@ class Series:
             self.add(r)
 
     def begin(self, step: int) -> None:
-        """A process begins with `step`."""
+        """Handle a process that begins with `step`."""
         if self._role != "explorer" or not step:
-            kept = bisect_right(self.steps, step)
-            del self.steps[kept:], self.times[kept:], self.values[kept:]
+            length = bisect_right(self.steps, step)
+            del self.steps[length:], self.times[length:], self.values[length:]
 
     def add(self, r: MetricRecord) -> None:
-        """A record of its role that has this metric."""
+        """Add a record of the series' role that has this metric."""
         self._role = r.role
         steps = self.steps
         value = r.values[self.name]
         at = len(steps) if not steps or steps[-1] < r.step else bisect_left(steps, r.step)
         if at < len(steps) and steps[at] == r.step:  # a resumed run writes steps again
             self.times[at], self.values[at] = r.time, value
-        else:  # several explorers end batches in any order
+        else:  # several explorers finish batches in any order
             steps.insert(at, r.step)
             self.times.insert(at, r.time)
             self.values.insert(at, value)
 
     def points(self) -> list[tuple[int, float]]:
-        """(step, value) by step."""
+        """Return (step, value) pairs by step."""
         return list(zip(self.steps, self.values, strict=True))
 
 
 class AllSeries:
-    """The series whose names are `wanted`, of all records taken so far, which are not kept.
+    """The series whose names pass `wants`, of all records taken so far; records are not kept.
 
-    A name that two roles use is followed by the second one's role: `frac_reward_zero_std@trainer`.
+    If two roles use a name, the second role is appended: `frac_reward_zero_std@trainer`.
     """
 
-    def __init__(self, wanted: Callable[[str], bool], records: Iterable[MetricRecord] = ()) -> None:
-        self.found: dict[str, Series] = {}
-        self._wanted = wanted
-        self._known: dict[tuple[str, str], Series | None] = {}  # by name and role
+    def __init__(self, wants: Callable[[str], bool], records: Iterable[MetricRecord] = ()) -> None:
+        self.by_name: dict[str, Series] = {}
+        self._wants = wants
+        self._by_role: dict[tuple[str, str], Series | None] = {}  # by (name, role)
         for record in records:
             self.take(record)
 
     def take(self, r: MetricRecord) -> None:
         if begins(r):
-            for known in self.found.values():
-                known.begin(r.step)
+            for curve in self.by_name.values():
+                curve.begin(r.step)
         for name in r.values:
-            if (name, r.role) not in self._known:
-                self._known[name, r.role] = Series(name) if self._wanted(name) else None
-                if (new := self._known[name, r.role]) is not None:
-                    self.found[name if name not in self.found else f"{name}@{r.role}"] = new
-            if (mine := self._known[name, r.role]) is not None:
-                mine.add(r)
+            if (name, r.role) not in self._by_role:
+                self._by_role[name, r.role] = Series(name) if self._wants(name) else None
+                if (new := self._by_role[name, r.role]) is not None:
+                    self.by_name[name if name not in self.by_name else f"{name}@{r.role}"] = new
+            if (series := self._by_role[name, r.role]) is not None:
+                series.add(r)
 
     @property
     def names(self) -> list[str]:
-        """Of all metrics, in the order in which they appear first."""
-        return list(dict.fromkeys(name for name, _ in self._known))
+        """Names of all metrics in the order of their first appearance."""
+        return list(dict.fromkeys(name for name, _ in self._by_role))
 
     def points(self, name: str) -> list[tuple[int, float]]:
-        """No points where it is not known."""
-        return self.found[name].points() if name in self.found else []
+        """Return the points of a series; empty if the name is unknown."""
+        return self.by_name[name].points() if name in self.by_name else []
 
 
 def series(records: Iterable[MetricRecord], name: str) -> list[tuple[int, float]]:
-    """The points of a `Series`."""
+    """Return the points of one `Series`."""
     return AllSeries(name.__eq__, records).points(name)
 
 
 def begins(record: MetricRecord) -> bool:
-    """Whether it is the first of a process of the run: a trainer that begins publishes first."""
+    """Return whether it is the first record of a process of the run: a starting trainer publishes
+    first.
+    """
     return record.role == "synchronizer" and "explorer/idle_ratio" not in record.values
 
 
 class Spent:
-    """What judges and a measured server have cost by the records taken so far, USD.
+    """Costs of judges and of a measured server in the records taken so far, USD.
 
-    Judges count from the start of their process, so what each process came to is added; of several
-    explorers the dearest counts.
+    Judges count from the start of their process, so the totals of processes are added; of several
+    explorers the maximum counts.
     """
 
     def __init__(self) -> None:
         self._before = 0.0
         self._now = dict[tuple[str, str], float]()
-        self.told = False  # whether any record names a cost
+        self.has_costs = False  # whether any record has a cost
 
     def take(self, record: MetricRecord) -> None:
         if begins(record):
@@ -193,7 +195,7 @@ class Spent:
             self._now[record.role, name] = max(
                 record.values[name], self._now.get((record.role, name), 0.0)
             )
-            self.told = True
+            self.has_costs = True
 
     @property
     def usd(self) -> float:
@@ -201,10 +203,10 @@ class Spent:
 
 
 class MetricTail:
-    """Records as they are added to `path`, for a reader that stays.
+    """Records as they are appended to `path`, for a continuous reader.
 
-    `problems` names damaged lines, which are passed over; a file that was begun anew is read from
-    its begin, `restarts` counts that.
+    `problems` lists damaged lines, which are skipped; if the file restarts, reading restarts, and
+    `restarts` counts that.
     """
 
     def __init__(self, path: Path) -> None:
@@ -212,18 +214,18 @@ class MetricTail:
         self.problems: list[str] = []
         self.restarts = 0
         self._file = (0, 0)  # device and inode
-        self._read = self._line = 0  # bytes, and lines, taken so far
-        self.cut = 0  # bytes of a last line without its end
+        self._read = self._line = 0  # bytes and lines read so far
+        self.cut = 0  # bytes of an incomplete last line
 
     def new(self) -> Iterator[MetricRecord]:
-        """All whole records since the last call."""
+        """Yield all complete records since the last call."""
         at = -1
         while at != self._read:
             at = self._read
             yield from self._portion()
 
     def _portion(self) -> list[MetricRecord]:
-        found: list[MetricRecord] = []
+        portion: list[MetricRecord] = []
         try:
             with open_regular(self.path) as file:
                 stat = os.fstat(file.fileno())
@@ -243,7 +245,7 @@ class MetricTail:
                     self._read += len(line)
                     self._line += 1
                     try:
-                        found.append(_record(self.path, self._line, line))
+                        portion.append(_record(self.path, self._line, line))
                     except RunFailed as e:
                         if len(self.problems) < _MOST_PROBLEMS:
                             self.problems.append(str(e))
@@ -258,17 +260,17 @@ class MetricTail:
                 f"{self.path}:{self._line + 1} is longer than {MOST_LINE:,} bytes; what follows is "
                 f"not read"
             ]
-        return found
+        return portion
 
 
 def _record(path: Path, number: int, line: bytes) -> MetricRecord:
     try:
-        found = _decoder.decode(line)
+        parsed = _decoder.decode(line)
     except msgspec.MsgspecError as e:
         raise RunFailed(
             f"{path}:{number} is not a metric record: {e}; remove the line to read the rest"
         ) from e
-    values: dict[str, Any] = {k: math.nan if v is None else v for k, v in found.values.items()}
+    values: dict[str, Any] = {k: math.nan if v is None else v for k, v in parsed.values.items()}
     return MetricRecord(
-        role=found.role, step=found.step, time=found.time, values=values, notes=found.notes
+        role=parsed.role, step=parsed.step, time=parsed.time, values=values, notes=parsed.notes
     )

@@ -1,6 +1,6 @@
 """The shipped trackers: TensorBoard, Weights & Biases, MLflow and SwanLab.
 
-Each imports its library where it opens.  All but TensorBoard keep every role in one run, with each
+Each imports its library when opened.  All except TensorBoard keep every role in one run, with each
 role's own steps.
 """
 
@@ -28,35 +28,35 @@ from rft.monitor.base import (
     remember,
     remembered_id,
 )
-from rft.monitor.settings import MonitorSettings
+from rft.monitor.settings import TrackedRun
 from rft.secrets import learn_secrets
 from rft.types.metrics import MetricRecord
 
 log = logging.getLogger(__name__)
-_BATCH = 1000  # metrics, and parameters, in one request: the limits of MLflow's server
+_BATCH = 1000  # metrics and parameters per request: limits of MLflow's server
 _PARAMS = 100
 
 
-def _secret(given: SecretStr | None) -> str | None:
-    """The value, which no log will show."""
-    if given is None:
+def _secret(secret: SecretStr | None) -> str | None:
+    """Return the secret's value, and register it for redaction in logs."""
+    if secret is None:
         return None
-    learn_secrets([given.get_secret_value()])
-    return given.get_secret_value()
+    learn_secrets([secret.get_secret_value()])
+    return secret.get_secret_value()
 
 
 @monitor("tensorboard")
 class TensorBoard(Tracker):
-    """run/tensorboard/{explorer,trainer,synchronizer,eval}; look with `tensorboard --logdir
-    run/tensorboard`.
+    """Event files in run/tensorboard/{explorer,trainer,synchronizer,eval}, one folder per role.
 
-    Event files, one folder per role.  Writes protocol buffers directly, so torch is not loaded.
+    View with `tensorboard --logdir run/tensorboard`.  Writes protocol buffers directly, so torch is
+    not loaded.
     """
 
     requires = ("tensorboard",)
 
-    def __init__(self, settings: MonitorSettings, args: Any) -> None:
-        super().__init__(settings, args)
+    def __init__(self, run: TrackedRun, args: Any) -> None:
+        super().__init__(run, args)
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
 
         self._event = event_pb2.Event
@@ -90,7 +90,7 @@ class TensorBoard(Tracker):
         if role not in self._writers:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-            self._writers[role] = EventFileWriter(str(self.settings.folder / "tensorboard" / role))
+            self._writers[role] = EventFileWriter(str(self.run.folder / "tensorboard" / role))
         self._writers[role].add_event(
             self._event(step=step, wall_time=when, summary=self._summary.Summary(value=values))
         )
@@ -98,7 +98,7 @@ class TensorBoard(Tracker):
 
 
 class WandbArgs(TrackerArgs):
-    """Where the run goes; project, group and name come from the run's own."""
+    """Destination of the run; project, group and name are those of the run."""
 
     mode: Literal["online", "offline", "disabled"] | None = Field(
         None, description="null: what WANDB_MODE says, else online"
@@ -113,44 +113,45 @@ class WandbArgs(TrackerArgs):
 
 @monitor("wandb")
 class Wandb(OneRun):
-    """Metrics have the x axis `<role>_step`; samples become tables `samples/<name>`.  Offline where
-    `mode` or WANDB_MODE says so.
+    """Metrics have the x axis `<role>_step`; samples become tables `samples/<name>`.
+
+    Offline if `mode` or WANDB_MODE says so.
     """
 
     Args = WandbArgs
     requires = ("wandb",)
 
-    def __init__(self, settings: MonitorSettings, args: WandbArgs) -> None:
-        super().__init__(settings, args)
+    def __init__(self, run: TrackedRun, args: WandbArgs) -> None:
+        super().__init__(run, args)
         import wandb
 
-        # "off": the console belongs to the progress display, and our logs are redacted while
-        # wandb's copy would not be. Nor does wandb's own look at the process go along: the command
-        # line and the git remote may hold secrets.
-        own: dict[str, Any] = {
+        # "off": the console belongs to the progress display, and wandb's copy of the logs would not
+        # be redacted.  Process metadata is disabled too: command line and git remote may hold
+        # secrets.
+        options: dict[str, Any] = {
             "console": "off",
             "silent": True,
             "x_disable_meta": True,
             "disable_git": True,
             "save_code": False,
         }
-        own |= {
+        options |= {
             k: v
             for k, v in (("base_url", args.base_url), ("api_key", _secret(args.api_key)))
             if v is not None
         }
         self._run = wandb.init(
-            project=settings.project,
-            group=settings.group or None,
-            name=settings.name,
-            dir=str(settings.folder),
-            id=remembered_id(settings.folder / "wandb" / "rft_run_id"),
+            project=run.project,
+            group=run.group or None,
+            name=run.name,
+            dir=str(run.folder),
+            id=remembered_id(run.folder / "wandb" / "rft_run_id"),
             resume="allow",
-            config=settings.config,
+            config=run.config,
             entity=args.entity,
             tags=list(args.tags),
             mode=args.mode,
-            settings=wandb.Settings(**own),
+            settings=wandb.Settings(**options),
         )
         log.info("wandb run: %s", self._run.url or self._run.dir)
         self._table = wandb.Table
@@ -183,7 +184,7 @@ class Wandb(OneRun):
 
 
 class MlflowArgs(TrackerArgs):
-    """Which tracking server."""
+    """The tracking server."""
 
     uri: str | None = Field(
         None,
@@ -199,22 +200,23 @@ class MlflowArgs(TrackerArgs):
 
 @monitor("mlflow")
 class Mlflow(OneRun):
-    """A run in experiment `<project>`.  Names keep the characters that MLflow allows; `mean@4`
-    becomes `mean_at_4`.
+    """A run in experiment `<project>`.
+
+    Names keep only characters that MLflow allows; `mean@4` becomes `mean_at_4`.
     """
 
     Args = MlflowArgs
     requires = ("mlflow",)
 
-    def __init__(self, settings: MonitorSettings, args: MlflowArgs) -> None:
-        super().__init__(settings, args)
+    def __init__(self, run: TrackedRun, args: MlflowArgs) -> None:
+        super().__init__(run, args)
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
         for name, value in (("USERNAME", args.username), ("PASSWORD", _secret(args.password))):
             if value is not None:
-                os.environ[f"MLFLOW_TRACKING_{name}"] = value  # the client reads nothing else
-        folder = settings.folder / "mlflow"
+                os.environ[f"MLFLOW_TRACKING_{name}"] = value  # the only source
+        folder = run.folder / "mlflow"
         folder.mkdir(exist_ok=True)
         uri = (
             args.uri
@@ -223,25 +225,23 @@ class Mlflow(OneRun):
         )
         self._client = MlflowClient(tracking_uri=uri)
         self._metric = Metric
-        kept = folder / "run_id"
+        id_file = folder / "run_id"
         server = uri.startswith(("http", "databricks"))
-        if kept.exists() and not (server and copied(kept)):
-            self._run = kept.read_text().strip()
+        if id_file.exists() and not (server and copied(id_file)):
+            self._run = id_file.read_text().strip()
             self._client.update_run(self._run, status="RUNNING")
             return
-        found = self._client.get_experiment_by_name(settings.project)
-        own = None if server else (folder.resolve() / "artifacts").as_uri()
-        experiment = (
-            found.experiment_id
-            if found
-            else self._client.create_experiment(settings.project, artifact_location=own)
+        experiment = self._client.get_experiment_by_name(run.project)
+        artifacts = None if server else (folder.resolve() / "artifacts").as_uri()
+        experiment_id = (
+            experiment.experiment_id
+            if experiment
+            else self._client.create_experiment(run.project, artifact_location=artifacts)
         )
-        tags = {"group": settings.group} if settings.group else {}
-        self._run = self._client.create_run(
-            experiment, run_name=settings.name, tags=tags
-        ).info.run_id
-        remember(kept, self._run)
-        params = [Param(_allowed(k), str(v)[:6000]) for k, v in _flat(settings.config).items()]
+        tags = {"group": run.group} if run.group else {}
+        self._run = self._client.create_run(experiment_id, run_name=run.name, tags=tags).info.run_id
+        remember(id_file, self._run)
+        params = [Param(_allowed(k), str(v)[:6000]) for k, v in _flat(run.config).items()]
         for start in range(0, len(params), _PARAMS):
             self._client.log_batch(self._run, params=params[start : start + _PARAMS])
 
@@ -255,7 +255,7 @@ class Mlflow(OneRun):
 
     def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
         names = columns(rows)
-        # The form that MLflow's own log_table writes and its page shows, without asking for pandas.
+        # the format of MLflow's own log_table, without requiring pandas
         shown = {"columns": names, "data": [[cell(row.get(n)) for n in names] for row in rows]}
         self._client.log_dict(
             self._run, shown, f"samples/{_allowed(name).replace('/', '_')}_{step}.json"
@@ -281,7 +281,7 @@ def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class SwanlabArgs(TrackerArgs):
-    """Where the run goes; project, group and name come from the run's own."""
+    """Destination of the run; project, group and name are those of the run."""
 
     mode: Literal["online", "local", "offline", "disabled"] | None = Field(
         None, description="null: what SWANLAB_MODE says, else online"
@@ -302,24 +302,24 @@ class Swanlab(OneRun):
     Args = SwanlabArgs
     requires = ("swanlab",)
 
-    def __init__(self, settings: MonitorSettings, args: SwanlabArgs) -> None:
-        super().__init__(settings, args)
+    def __init__(self, run: TrackedRun, args: SwanlabArgs) -> None:
+        super().__init__(run, args)
         import swanlab
 
         if (key := _secret(args.api_key)) is not None:
             swanlab.login(api_key=key)
-        given: dict[str, Any] = {
+        options: dict[str, Any] = {
             "mode": args.mode,
             "workspace": args.workspace,
-            "group": settings.group,
+            "group": run.group,
             "tags": list(args.tags),
         }
         self._run = swanlab.init(
-            project=settings.project,
-            name=settings.name,
-            log_dir=str(settings.folder / "swanlab"),
-            config=settings.config,
-            **{key: value for key, value in given.items() if value},
+            project=run.project,
+            name=run.name,
+            log_dir=str(run.folder / "swanlab"),
+            config=run.config,
+            **{key: value for key, value in options.items() if value},
         )
         self._text = swanlab.Text
 

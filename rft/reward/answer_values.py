@@ -1,7 +1,8 @@
-"""Numbers, fractions, percentages, amounts, quantities and dates, as people and models write them.
+"""Read numbers, fractions, percentages, amounts, quantities and dates as people and models write
+them.
 
 docs/howto/reward.md has the grammar.  Knows no reward.  Invariants: a text is read in one pass, so
-that no answer can make it slow; a notation that may mean two values is none.
+that no answer can make it slow; an ambiguous notation has no value.
 """
 
 from __future__ import annotations
@@ -56,8 +57,7 @@ _JOINTS = re.compile("[ '_]")
 _GROUPED = re.compile(r"[1-9]\d{0,2}([,.])\d{3}(?:\1\d{3})*|[1-9]\d?(?:,\d\d)+,\d{3}")
 
 _OPERAND = r"(?:[\d(√π\\]|[b-zB-HJ-Z]\b)"
-# what stands before a number that is no value of its own: an operation, an index, a time, a
-# function
+# text before a number that is part of an operation, an index, a time or a function
 _PART_OF = re.compile(
     r"(?:[\w)\]π%] ?[+*/^] ?\(?|\w_\(?|[±√] ?\(?|(?:\b[A-Za-z]|[\d%)\]]) ?- "
     r"?|\d:|\b(?:[a-zA-Z]|log|ln|sin|cos|tan|exp) ?\()$"
@@ -108,13 +108,13 @@ _NOTATIONS = [
         (r" {2,}", " "),
     )
 ]
-# of any of them
+# text that some notation rewrites
 _MARKS = re.compile(r"[\\$*`_^{}~×·⋅∙∗÷≈≃]|\d ?x ?\d|= ?- |\b(?:square|cubic|per|base) ")
 
 
 class Value(NamedTuple):
-    """`number` as it is written, and what that is of `dimension`: 50% is 1/2, 5 km is 5000 m; of a
-    date its day.
+    """`number` as written, and `amount` in base units of `dimension`: 50% is 1/2, 5 km is 5000 m, a
+    date its day number.
     """
 
     number: Fraction
@@ -127,8 +127,8 @@ class Value(NamedTuple):
         return f"{self.amount} {self.dimension.strip('%')}".strip()
 
     def same(self, other: Value) -> bool:
-        """Whether both are one value.  A unit that one of them leaves out is taken to be the
-        other's; 50% is also 1/2.
+        """Return whether both are one value.  A missing unit is taken from the other value; 50%
+        equals 1/2.
         """
         dimensions = {self.dimension, other.dimension}
         if self.amount == other.amount and (len(dimensions) == 1 or dimensions == {"", "%"}):
@@ -150,7 +150,7 @@ class _Place(NamedTuple):
 
     @property
     def value(self) -> Value | None:
-        """None for what looks like a value and cannot be read."""
+        """The value, or None if the text looks like a value but cannot be read."""
         match = self.match
         if len(match[0]) > _LONGEST:
             return None
@@ -161,9 +161,7 @@ class _Place(NamedTuple):
 
 
 def whole_value(text: str, *, noun: bool = True) -> Value | None:
-    """The value that a text is; None for anything else.  With `noun` words may follow it: "72
-    apples" is 72.
-    """
+    """Return the value of a whole text, or None.  `noun`: words may follow, so "72 apples" is 72."""
     return None if len(text) > _LONGEST else _read_whole(text, noun)
 
 
@@ -182,7 +180,7 @@ def _read_whole(text: str, noun: bool) -> Value | None:
 
 
 def gold_value(task: Task, *, behind: str = "") -> Value:
-    """The value that the truth of a row is, or that stands behind a mark in it.  Raises
+    """Return the value of the row's truth, or of the part after the mark `behind`.  Raises
     UnreadableTruth.
     """
     truth = str(truth_of(task))
@@ -197,26 +195,26 @@ def gold_value(task: Task, *, behind: str = "") -> Value:
 
 
 def agree(part: str, text: str, value: Value | None, gold: Value) -> bool:
-    """Whether a value of an answer is the gold one; noted."""
+    """Return whether a value of an answer equals the gold value, and note the comparison."""
     right = value is not None and value.same(gold)
     note(part, text, value, gold, right)
     return right
 
 
 def last_value(text: str) -> Value | None:
-    """The last value in a text; None where it is one of several, a part of something else, or
-    cannot be read.
+    """Return the last value in a text; None if it is one of several, part of an expression, or
+    unreadable.
     """
     return _at(rewritten(text), -1)
 
 
 def first_value(text: str) -> Value | None:
-    """The first value in a text, in the same way."""
+    """Return the first value in a text, under the same conditions as `last_value`."""
     return _at(rewritten(text), 0)
 
 
 def rewritten(text: str) -> str:
-    """In one notation: without LaTeX and Markdown, * for products, ^ for powers."""
+    """Rewrite a text in one notation: without LaTeX and Markdown, * for products, ^ for powers."""
     text = normalized(text)
     if _MARKS.search(text) is not None:
         for pattern, by in _NOTATIONS:
@@ -228,7 +226,7 @@ def _places(text: str) -> list[_Place]:
     places: list[_Place] = []
     end = 0
     while (match := _VALUE.search(text, end)) is not None:
-        counted = match["unit"] is not None and unit_of(match["unit"]) is None  # a noun, not a unit
+        counted = match["unit"] is not None and unit_of(match["unit"]) is None  # noun, no unit
         end = match.end("end" if counted else 0)
         places.append(_Place(match.start(), end, match))
     return places
@@ -254,7 +252,7 @@ def _at(text: str, index: int) -> Value | None:
 
 
 def _is_part(text: str, place: _Place) -> bool:
-    """Whether the number there belongs to an operation, an index, a time or a function."""
+    """Return whether the number at `place` belongs to an operation, an index, a time or a function."""
     return bool(_PART_OF.search(_before(text, place)) or _GOES_ON.match(text, place.end))
 
 
@@ -263,8 +261,8 @@ def _before(text: str, place: _Place) -> str:
 
 
 def _is_list(text: str, places: list[_Place], index: int) -> bool:
-    """Whether the value is one of several between brackets, behind = or :, or that are the whole
-    text.
+    """Return whether the value is one of several in brackets, after = or :, or in a text of values
+    only.
     """
     first = last = index % len(places)
     while first and _LISTED.fullmatch(text, places[first - 1].end, places[first].start):
@@ -282,8 +280,8 @@ def _is_list(text: str, places: list[_Place], index: int) -> bool:
 
 
 def _dated(match: re.Match[str]) -> Value:
-    """The day that a match of `_DATE` names.  Raises ValueError where there is none, and for
-    5/6/2024, which may be in May or in June.
+    """Return the date of a match of `_DATE`.  Raises ValueError for no valid date, and for
+    ambiguous ones like 5/6/2024.
     """
     form = next(n for n in range(1, 6) if match[f"y{n}"] is not None)
     day = int(match[f"d{form}"])
@@ -298,7 +296,7 @@ def _dated(match: re.Match[str]) -> Value:
 
 
 def _counted(match: re.Match[str]) -> Value:
-    """The number of any other match, with its unit.  Raises ValueError, ZeroDivisionError."""
+    """Return the number of any other match, with its unit.  Raises ValueError, ZeroDivisionError."""
     number = _fraction(match) if match["digits"] is None else _decimal(match["digits"])
     power = int(match["power"] or 1)
     tens = int(match["exponent"] or match["ten"] or 0)
@@ -330,9 +328,9 @@ def _fraction(match: re.Match[str]) -> Fraction:
 
 
 def _decimal(digits: str) -> Fraction:
-    """The number of 1,234.5 or 1.234,5 or 1,00,000.
+    """Return the number of 1,234.5 or 1.234,5 or 1,00,000.
 
-    Raises ValueError for 12,5, which may be two numbers, and for marks that group nothing.
+    Raises ValueError for 12,5, which may be two numbers, and for marks that do not group digits.
     """
     ones = _JOINTS.sub("", digits)
     decimals = "0"

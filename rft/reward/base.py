@@ -1,12 +1,12 @@
-"""What a reward is: a task and a transcript in, a score out.
+"""The interface of a reward: a task and a transcript in, a score out.
 
     @reward("exact_answer")
     def exact_answer(task, transcript): return float(transcript.answer.strip() == task.truth)
 
 A reward is a function, or a class derived from `Reward` that is constructed with the checked
-`reward_args`.  Either may be async. It returns a number, a `Score`, or a dict of parts whose sum is
-the value.  One that cannot score raises.  A function with veRL's or TRL's parameter names is taken
-as it is (`rft.reward.functions`, `rft.reward.lists`).
+`reward_args`.  Either may be async.  It returns a number, a `Score`, or a dict of parts whose sum
+is the value.  A reward that cannot score raises.  Functions with veRL's or TRL's parameter names
+are accepted if rft.extras.migrate is installed.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def reward_function(name: str) -> Callable[[F], F]:
-    """Marks a function as the reward `name`; its keyword-only arguments are the model that
-    `reward_fn_args` are checked against.
+    """Mark a function as the reward `name`; `reward_fn_args` are checked against its keyword-only
+    arguments.
     """
 
     def mark(function: F) -> F:
-        given: Any = {
+        fields: Any = {
             p.name: (p.annotation, p.default)
             for p in inspect.signature(function, eval_str=True).parameters.values()
             if p.kind is p.KEYWORD_ONLY
         }
         return reward(
-            name, args=create_model(name, __config__=ConfigDict(extra="forbid"), **given)
+            name, args=create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         )(function)
 
     return mark
@@ -54,8 +54,7 @@ def reward_function(name: str) -> Callable[[F], F]:
 
 RewardResult = float | int | Score | dict[str, float]
 THE_TRUTH: Final = "<the truth of the row>"
-"""What `gold_answer` returns where the row's truth, in one of the usual forms, is a perfect answer.
-"""
+"""Result of `gold_answer` if the row's truth, in a usual form, is a perfect answer."""
 
 
 class Reward:
@@ -73,14 +72,20 @@ class Reward:
         )
 
     def check_models(self, models: Mapping[str, object], tasks: Mapping[str, str]) -> None:
-        """Raises ConfigError if an auxiliary model that the reward calls is missing.  `tasks`: what
-        each is for, generate or score.
+        """Raise ConfigError if an auxiliary model that the reward calls is missing.  `tasks`: the
+        task of each model, generate or score.
         """
 
     def check_task(self, task: Task, transcript: Transcript) -> None:
-        """For `rft check`, of some answer: raises ConfigError, its key one of `reward_fn_args`,
-        where none to this task can be scored.
+        """Raise ConfigError if no answer to this task can be scored; its key is one of
+        `reward_fn_args`.  Used by `rft check`.
         """
+
+    def questions(
+        self, task: Task, transcript: Transcript, models: Mapping[str, object]
+    ) -> list[tuple[str, list[dict[str, Any]]]]:
+        """Return what it would ask auxiliary models, by their names.  Used by `rft check`."""
+        return []
 
     async def prepare(self, models: Mapping[str, ChatModel]) -> None:
         """Called once before the first run, with the auxiliary models by name."""
@@ -89,13 +94,13 @@ class Reward:
         """Called once after the last run."""
 
     def gold_answer(self, task: Task) -> str | None:
-        """An answer that should get full marks, for `rft check`; None where there is none to try:
-        it calls no `prepare`.
+        """Return an answer that should get full marks, for `rft check`, which does not call
+        `prepare`; None without one.
         """
         return THE_TRUTH if type(self).prepare is Reward.prepare else None
 
     def remarks(self) -> list[str]:
-        """What `rft check` prints of this machine."""
+        """Return the lines that `rft check` prints about this machine."""
         return []
 
 
@@ -110,8 +115,8 @@ class FunctionReward(Reward):
 
 
 async def hook(call: Callable[..., Any], *args: Any) -> None:
-    """Calls `prepare` or `close` of a reward, which need not be async.  Raises RunFailed with the
-    traceback of what it raises.
+    """Call `prepare` or `close` of a reward, async or not.  Raises RunFailed with the traceback of
+    an error.
     """
     what = f"{call.__qualname__} of a reward"
     with blamed(f"{what} failed"):
@@ -125,42 +130,43 @@ async def score(
     *,
     timeout_s: float | None = None,
 ) -> Score:
-    """Calls `fn` and makes a checked Score of what it returns.  Raises ValueError on anything that
-    is not a finite number.
+    """Call `fn` and convert its result to a Score.  Raises ValueError unless the result is a finite
+    number.
     """
     return checked(await called(fn, task, transcript, timeout_s=timeout_s))
 
 
-# by id of the reward
+# locks by id of the reward
 _TURNS: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Lock]] = WeakKeyDictionary()
 
 
 async def called(
-    fn: Callable[..., Any], task: Task, given: Any, *, timeout_s: float | None = None
+    fn: Callable[..., Any], task: Task, transcripts: Any, *, timeout_s: float | None = None
 ) -> Any:
-    """What a reward returns; raises OutOfTime, and what the reward raises.
+    """Return the result of a reward; raises OutOfTime, and the errors of the reward.
 
-    An ordinary function of a plugin runs in a thread, one call after another, so that one that
-    sleeps or blocks delays no other run; its time counts from when its turn comes, also that of a
-    reward which it is a part of.
+    An ordinary function of a plugin runs in a thread, one call after another, so that blocking
+    delays no other run; its time, and that of an enclosing reward, counts only while it runs.
     """
     what = f"reward {task.reward}"
-    with waits("run", what, count=len(given) if isinstance(given, list | tuple) else 1):
-        return await _called(fn, task, given, what, timeout_s)
+    with waits("run", what, count=len(transcripts) if isinstance(transcripts, list | tuple) else 1):
+        return await _called(fn, task, transcripts, what, timeout_s)
 
 
 async def _called(
-    fn: Callable[..., Any], task: Task, given: Any, what: str, timeout_s: float | None
+    fn: Callable[..., Any], task: Task, transcripts: Any, what: str, timeout_s: float | None
 ) -> Any:
     if not blocks(fn):
-        return await in_time(guarded(fn(task.own(), given), "the reward"), timeout_s, what)
+        return await in_time(
+            guarded(fn(task.deep_copy(), transcripts), "the reward"), timeout_s, what
+        )
     if _is_quick(fn):
-        result = fn(task, given)
+        result = fn(task, transcripts)
     else:
         turns = _TURNS.setdefault(asyncio.get_running_loop(), {})
         async with CLOCK.get().turn(turns.setdefault(id(fn), asyncio.Lock())):
             result = await in_time(
-                in_thread(partial(fn, task.own(), given), "the reward"), timeout_s, what
+                in_thread(partial(fn, task.deep_copy(), transcripts), "the reward"), timeout_s, what
             )
     if inspect.isawaitable(result):
         result = await in_time(guarded(result, "the reward"), timeout_s, what)
@@ -168,14 +174,14 @@ async def _called(
 
 
 def _is_quick(fn: Callable[..., Any]) -> bool:
-    """Whether a reward is a function of this package, all of which take linear time; a thread would
-    cost more than the call.
+    """Return whether a reward is a function of this package: all of them take linear time, and a
+    thread would cost more than the call.
     """
     call = _innermost(fn)
     return (
         inspect.isfunction(call)
         and not inspect.iscoroutinefunction(call)
-        and call.__module__.startswith("rft.reward.")
+        and call.__module__.split(".")[0] == "rft"
     )
 
 
@@ -187,7 +193,7 @@ def _innermost(fn: Callable[..., Any]) -> Any:
 
 
 def blocks(fn: Callable[..., Any]) -> bool:
-    """Whether a reward is an ordinary function."""
+    """Return whether a reward is an ordinary (not async) function."""
     call = _innermost(fn)
     return not (
         inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
@@ -195,12 +201,15 @@ def blocks(fn: Callable[..., Any]) -> bool:
 
 
 def checked(result: RewardResult) -> Score:
-    """A Score of what a reward returned.  Raises ValueError on anything that is not a finite
-    number.
-    """
+    """Convert the result of a reward to a Score.  Raises ValueError unless it is a finite number."""
     if isinstance(result, Score):
         value = None if result.value is None else number(result.value, "reward")
-        return Score(value=value, parts=_parts(result.parts), reason=result.reason)
+        return Score(
+            value=value,
+            parts=_parts(result.parts),
+            reason=result.reason,
+            weights=_parts(result.weights),
+        )
     if isinstance(result, dict):
         if not (parts := _parts(result)):
             raise ValueError("the reward is a dict without parts; Score(value=None) means unscored")
@@ -208,12 +217,12 @@ def checked(result: RewardResult) -> Score:
     return Score(value=number(result, "reward"))
 
 
-def _parts(given: Mapping[Any, Any]) -> dict[str, float]:
-    return {str(k): number(v, f"reward part {k!r}") for k, v in given.items()}
+def _parts(parts: Mapping[Any, Any]) -> dict[str, float]:
+    return {str(k): number(v, f"reward part {k!r}") for k, v in parts.items()}
 
 
 async def score_each(fn: Reward, task: Task, transcripts: Sequence[Transcript]) -> list[Score]:
-    """The scores of several runs of a task, in order, by one call or by a call for each."""
+    """Return the scores of several runs of a task in order, from one call or one call per run."""
     if fn.whole_group:
         return await score_group(fn, task, transcripts)
     return list(await asyncio.gather(*(score(fn, task, t) for t in transcripts)))
@@ -226,7 +235,7 @@ async def score_group(
     *,
     timeout_s: float | None = None,
 ) -> list[Score]:
-    """One call of a reward with `whole_group`: fn(task, transcripts) gives one result for each
+    """Call a reward with `whole_group` once: fn(task, transcripts) returns one result per
     transcript, in order.
     """
     results = await called(fn, task, transcripts, timeout_s=timeout_s)
@@ -240,27 +249,25 @@ async def score_group(
 
 
 def number(value: Any, what: str) -> float:
-    """Raises ValueError on anything that is not a finite number, or too large to be stored as a
-    reward.
-    """
-    if (found := as_number(value)) is None or not abs(found) <= MAX_REWARD:
+    """Raise ValueError unless `value` is a finite number that can be stored as a reward."""
+    if (converted := as_number(value)) is None or not abs(converted) <= MAX_REWARD:
         allowed = f"a finite number of at most {MAX_REWARD:g} in size"
         raise ValueError(
             f"{what} is {value!r}; it must be {allowed} (None through Score(value=None) means "
             f"unscored)"
         )
-    return found
+    return converted
 
 
 def as_number(value: Any) -> float | None:
-    """A number, also one of numpy or torch; None for anything else."""
+    """Return a Python, NumPy or torch number as float; None for anything else."""
     value = value.item() if getattr(value, "ndim", None) == 0 else value
     return float(value) if isinstance(value, Real) else None
 
 
 def to_score(result: Any, name: str) -> Score:
-    """A number, or a dict with `score`, whose other numbers become parts.  Raises ValueError on
-    anything else.
+    """Convert a number, or a dict with `score` whose other numbers become parts.  Raises ValueError
+    otherwise.
     """
     if not isinstance(result, dict):
         return Score(value=number(result, f"reward {name!r}"))

@@ -1,124 +1,121 @@
-"""From a reward's name and arguments to a `Reward`.  Functions and classes without that base are
-wrapped here, and nowhere else.
-"""
+"""Build a `Reward` from its name and arguments; functions and other classes are wrapped only here."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from rft.errors import ConfigError
-from rft.plugins import REGISTRY, Plugin, check_call, checked_args, derived, hooks
-from rft.reward import data_sources, functions, lists, manager, overlong_penalty
+from rft.plugins import (
+    REGISTRY,
+    Plugin,
+    check_call,
+    checked_args,
+    derived,
+    extra_entries,
+    hooks,
+    load_entry,
+    refused_names,
+)
 from rft.reward.base import FunctionReward, Reward
+from rft.reward.overlong_penalty import OverlongArgs, Shaped
 from rft.worker.threads import blamed, contained
 
-_Shared = TypeVar("_Shared", bound=BaseModel)
-INSTEAD: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "openjudge_reward",
-            "trajectory_accuracy_grader_reward",
-            "openjudge_trajectory_accuracy_reward",
-            "openjudge_multi_grader_reward",
-            "rm_gallery_reward",
-        ),
-        "OpenJudge's graders are not offered: use rubric_judge or reference_judge, with a model in "
-        "explorer.auxiliary_models",
-    ),
-    "rlcr": "calibration is scored by rlcr_reward",
-}
-"""Rewards that are known by name elsewhere and not offered: what to use.  None of these names is
-registered.
-"""
+SharedArgs = TypeVar("SharedArgs", bound=BaseModel)
 
 
 def build(name: str, args: Mapping[str, Any], *, key: str = "") -> Reward:
-    """The reward called `name`, or the one of the data source `name`.
+    """Return the reward `name`, or the reward that an extra provides for the data source `name`.
 
-    A class is constructed with `args`, a function gets them as keyword arguments.  Those of the
-    overlong penalty and of the reward manager are taken by every reward.  Raises PluginError for an
-    unknown name and ConfigError (under `key`) for arguments it does not take.
+    A class is constructed with `args`, a function gets them as keyword arguments.  Every reward
+    accepts the arguments of the overlong penalty.  Raises PluginError for an unknown name and
+    ConfigError (under `key`) for invalid arguments.
     """
-    if (
-        ":" not in name
-        and name not in REGISTRY.names("reward")
-        and (ours := data_sources.reward_of(name)) is not None
-    ):
-        name = ours
-        takes = _own(REGISTRY.get("reward", ours))
-        args = {n: v for n, v in args.items() if n not in data_sources.SANDBOX_ARGS or n in takes}
-    if (why := INSTEAD.get(name)) and name not in REGISTRY.names("reward"):
-        raise ConfigError(f"reward {name!r}: {why}", key=key, given=name)
-    return of(REGISTRY.get("reward", name), args, key=key)
+    if ":" not in name and name not in REGISTRY.names("reward"):
+        name, args = alias(name, args) or (name, args)
+    if name not in REGISTRY.names("reward") and (reason := refused_names("reward").get(name)):
+        raise ConfigError(f"reward {name!r}: {reason}", key=key, given=name)
+    return from_plugin(REGISTRY.get("reward", name), args, key=key)
 
 
-def of(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> Reward:
-    """The same for a plugin that was found before."""
-    name = plugin.name
-    own, penalty = _split(
-        args, overlong_penalty.OverlongArgs, "overlong penalty", _own(plugin), key=key
-    )
-    own, calls = _split(own, manager.ManagerArgs, "reward manager", _own(plugin), key=key)
-    made: Reward
-    if functions.is_compute_score(plugin.obj):
-        made = functions.adapt(plugin.obj, own, calls, name=name, key=key)
-    elif lists.is_batch(plugin.obj) or lists.is_trl(plugin.obj):
-        if lists.is_batch(plugin.obj):
-            manager.fits(calls, lists=True, name=name, key=key)
-        made = lists.ListReward(plugin.obj, own, calls, name=name, key=key)
-    elif calls.reward_timeout_s is not None:
-        text = (
-            f"reward_timeout_s is for functions of veRL's and TRL's form; reward {name!r} has "
-            f"until explorer.max_timeout"
-        )
-        raise ConfigError(text, key=key, given=calls.reward_timeout_s)
-    elif inspect.isclass(plugin.obj):
-        if (cls := derived(plugin.obj, Reward)).__call__ is Reward.__call__:
-            raise _not_callable(name, key)
-        check_call(plugin, keywords := checked_args(plugin, own, key=key), key=key)
-        with (
-            blamed(f"reward {name!r} cannot be made", key or "reward_fn_args"),
-            contained(f"reward {name!r}"),
-        ):
-            made = cls(**keywords)
-    else:
-        made = from_function(plugin, own, key=key)
-    return overlong_penalty.Shaped(made, penalty) if penalty.enable_overlong_penalty else made
+def alias(name: str, args: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
+    """Return the name and arguments of the reward that an extra maps `name` to, or None."""
+    for entry in extra_entries("reward_alias").values():
+        translated: tuple[str, Mapping[str, Any]] | None = load_entry(entry)(name, args)
+        if translated is not None:
+            return translated
+    return None
 
 
-def _split(
-    args: Mapping[str, Any], shared: type[_Shared], what: str, own: Collection[str], *, key: str
-) -> tuple[dict[str, Any], _Shared]:
-    """The arguments that are the reward's own, and those that every reward takes.  A reward that
-    names one of these keeps it.
+def from_plugin(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> Reward:
+    """Build the reward of a plugin; arguments and errors as in `build`."""
+    args, penalty = split_args(plugin, args, OverlongArgs, "overlong penalty", key=key)
+    reward: Reward | None = None
+    for entry in extra_entries("reward_form").values():
+        reward, args = load_entry(entry)(plugin, args, key=key)
+        if reward is not None:
+            break
+    if reward is None:
+        make = _from_class if inspect.isclass(plugin.obj) else _from_function
+        reward = make(plugin, args, key=key)
+    return Shaped(reward, penalty) if penalty.enable_overlong_penalty else reward
+
+
+def split_args(
+    plugin: Plugin,
+    args: Mapping[str, Any],
+    shared_model: type[SharedArgs],
+    what: str,
+    *,
+    key: str,
+) -> tuple[dict[str, Any], SharedArgs]:
+    """Split arguments into those of the reward and those that every reward accepts.
+
+    A reward with a parameter of the same name gets the argument itself.
     """
-    mine = {n: v for n, v in args.items() if n in shared.model_fields and n not in own}
+    reserved = shared_model.model_fields.keys() - argument_names(plugin)
     try:
-        made = shared(**mine)
+        shared = shared_model(**{n: v for n, v in args.items() if n in reserved})
     except ValidationError as e:
         faults = [
             f"{'.'.join(map(str, f['loc']))}: {f['msg']}, given {f['input']!r}" for f in e.errors()
         ]
         raise ConfigError(f"arguments of the {what}: {'; '.join(faults)}", key=key) from None
-    return {n: v for n, v in args.items() if n not in mine}, made
+    return {n: v for n, v in args.items() if n not in reserved}, shared
 
 
-def from_function(plugin: Plugin, args: Mapping[str, Any], *, key: str) -> Reward:
-    """A function, or an object that can be called, as a reward; attributes such as `whole_group`
-    are taken over.
-    """
+def argument_names(plugin: Plugin) -> set[str]:
+    """Return the names of the arguments that a reward declares."""
+    if plugin.args is not None:
+        return set(plugin.args.model_fields)  # type: ignore[attr-defined]
+    return set(inspect.signature(plugin.obj).parameters) if callable(plugin.obj) else set()
+
+
+def _from_class(plugin: Plugin, args: Mapping[str, Any], *, key: str) -> Reward:
+    cls = derived(plugin.obj, Reward)
+    if cls.__call__ is Reward.__call__:
+        raise _not_callable(plugin.name, key)
+    keywords = checked_args(plugin, args, key=key)
+    check_call(plugin, keywords, key=key)
+    what = f"reward {plugin.name!r}"
+    with blamed(f"{what} cannot be made", key or "reward_fn_args"), contained(what):
+        return cls(**keywords)
+
+
+def _from_function(plugin: Plugin, args: Mapping[str, Any], *, key: str) -> Reward:
+    """Wrap a function or another callable; attributes such as `whole_group` are copied."""
     if not callable(plugin.obj):
         raise _not_callable(plugin.name, key)
-    # a task and a transcript
-    check_call(plugin, keywords := checked_args(plugin, args, key=key), None, None, key=key)
-    made = FunctionReward(partial(plugin.obj, **keywords))
-    vars(made).update(hooks(plugin.obj, Reward))
-    return made
+    keywords = checked_args(plugin, args, key=key)
+    task = transcript = None
+    check_call(plugin, keywords, task, transcript, key=key)
+    reward = FunctionReward(partial(plugin.obj, **keywords))
+    vars(reward).update(hooks(plugin.obj, Reward))
+    return reward
 
 
 def _not_callable(name: str, key: str) -> ConfigError:
@@ -127,10 +124,3 @@ def _not_callable(name: str, key: str) -> ConfigError:
         f"transcript)",
         key=key,
     )
-
-
-def _own(plugin: Plugin) -> set[str]:
-    """Names of the arguments that the reward itself knows."""
-    if plugin.args is not None:
-        return set(plugin.args.model_fields)  # type: ignore[attr-defined]
-    return set(inspect.signature(plugin.obj).parameters) if callable(plugin.obj) else set()

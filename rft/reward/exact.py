@@ -1,6 +1,4 @@
-"""Reward by comparison without formulas: the last value of an answer, or its text, against the
-truth.
-"""
+"""Reward by comparison without formulas: the last value or the text of an answer against the truth."""
 
 from __future__ import annotations
 
@@ -24,11 +22,10 @@ def exact_answer(
     right: float = 1.0,
     wrong: float = 0.0,
 ) -> float:
-    """`right` if the answer equals the task's truth, else `wrong`.  Raises UnreadableTruth for a
-    truth that is not one value.
+    """`right` if the answer equals the task's truth, else `wrong`.
 
     `compare`: "number" takes the last value of the answer (docs/howto/reward.md, "Values"), "text"
-    the whole answer.
+    the whole answer.  Raises UnreadableTruth for a truth that is not one value.
     """
     answer = transcript.answer
     if compare == "number":
@@ -43,6 +40,6 @@ def exact_answer(
 
 
 def _comparable(text: str, ignore_case: bool) -> str:
-    """In one spelling and without the full stop at the end."""
+    """Normalize the spelling and drop the final full stop."""
     text = normalized(text).rstrip(" .。")
     return text.casefold() if ignore_case else text

@@ -1,6 +1,7 @@
-"""What judges were asked of one run and what they replied, kept beside the run for people.
+"""Questions to judges and their replies during one run, kept with the run for display.
 
-Knows no judge and no run.  Invariant: what is kept is bounded, and has passed `redact`.
+Knows no judge and no run.
+Invariant: the record is bounded, and has passed `redact`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from rft.secrets import redact
 
 KEY = "judge"  # in an experience's `info`
-MOST_CHARS = 8_000  # of a message, and of a reply
+MOST_CHARS = 8_000  # of a message or a reply
 MOST_EXCHANGES = 8  # of one run
 _WHY_CHARS = 500
 _NOTED: ContextVar[list[dict[str, Any]] | None] = ContextVar("noted", default=None)
@@ -21,31 +22,31 @@ _NOTED: ContextVar[list[dict[str, Any]] | None] = ContextVar("noted", default=No
 
 @contextmanager
 def noted() -> Iterator[list[dict[str, Any]]]:
-    """The list that exchanges are added to inside, by this task and by those that it starts."""
-    found: list[dict[str, Any]] = []
-    before = _NOTED.set(found)
+    """Yield the list that collects exchanges inside the block, of this task and of tasks it starts."""
+    exchanges: list[dict[str, Any]] = []
+    before = _NOTED.set(exchanges)
     try:
-        yield found
+        yield exchanges
     finally:
         _NOTED.reset(before)
 
 
-def note(judge: str, question: Sequence[Mapping[str, Any]], reply: str, why: str) -> None:
-    """Keep an exchange: `why` says what went wrong with the reply, "" if nothing.  Outside of
-    `noted` nothing is kept.
+def note(judge: str, question: Sequence[Mapping[str, Any]], reply: str, reason: str) -> None:
+    """Record an exchange; `reason`: error of the reply, "" if none.  Outside of `noted` nothing is
+    kept.
     """
-    found = _NOTED.get()
-    if found is not None and len(found) < MOST_EXCHANGES:
-        asked = [
+    exchanges = _NOTED.get()
+    if exchanges is not None and len(exchanges) < MOST_EXCHANGES:
+        messages = [
             {"role": str(m.get("role", "")), "content": _cut(str(m.get("content", "")))}
             for m in question
         ]
-        found.append(
+        exchanges.append(
             {
                 "judge": judge,
-                "question": asked,
+                "question": messages,
                 "reply": _cut(reply),
-                **({"why": _cut(why, _WHY_CHARS)} if why else {}),
+                **({"why": _cut(reason, _WHY_CHARS)} if reason else {}),
             }
         )
 

@@ -1,5 +1,6 @@
-"""Parts of an answer, found by their marks.  Invariant: each function reads a text once, so that no
-answer can make it slow.
+"""Extract parts of an answer by their marks.
+
+Invariant: each function reads a text once, so that no answer can make it slow.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def last_boxed(text: str) -> str | None:
-    """Content of the last complete \\boxed{...} or \\fbox{...}; None without one."""
+    """Return the content of the last complete \\boxed{...} or \\fbox{...}; None without one."""
     place = _last_box(text)
     return None if place is None else text[slice(*place)]
 
 
 def _last_box(text: str) -> tuple[int, int] | None:
-    """Where its content begins and ends."""
-    # behind each brace that is open: where, and whether it is a box's
+    """Return the start and end of the last box's content."""
+    # per open brace: the position after it, and whether it opens a box
     opened: list[tuple[int, bool]] = []
     begin = end = -1
     for mark in _BOX.finditer(text):
@@ -47,7 +48,7 @@ def _last_box(text: str) -> tuple[int, int] | None:
 
 
 def boxed_result(text: str) -> str | None:
-    """As `last_boxed`; "1 or 2" where the answer names several: \\boxed{1} or \\boxed{2}."""
+    """Return `last_boxed`, or "1 or 2" for several results: \\boxed{1} or \\boxed{2}."""
     place = _last_box(text)
     if place is None:
         return None
@@ -59,16 +60,16 @@ def boxed_result(text: str) -> str | None:
 
 
 def blocks(text: str, tag: str, *, ignore_case: bool = False) -> list[str]:
-    """Contents of all <tag>...</tag>; a tag opened again inside belongs to the content."""
-    found = []
+    """Return the contents of all <tag>...</tag>; a nested opening tag belongs to the content."""
+    contents = []
     begin = None
     for mark in _tag(tag, ignore_case).finditer(text):
         if not mark[1]:
             begin = mark.end() if begin is None else begin
         elif begin is not None:
-            found.append(text[begin : mark.start()])
+            contents.append(text[begin : mark.start()])
             begin = None
-    return found
+    return contents
 
 
 @cache
@@ -77,8 +78,9 @@ def _tag(name: str, ignore_case: bool) -> re.Pattern[str]:
 
 
 class FencedBlock(NamedTuple):
-    """A block between ``` or ~~~; `language`: first word of its first line, in lower case;
-    `closed`: it ends before the text does.
+    """A block between ``` or ~~~.
+
+    `language`: first word of its first line, in lower case; `closed`: it ends before the text does.
     """
 
     language: str
@@ -89,13 +91,11 @@ class FencedBlock(NamedTuple):
 
 
 def fenced(text: str) -> Iterator[FencedBlock]:
-    """The fenced blocks of a text, in order; an indented fence takes its blanks from each line
-    inside.
-    """
+    """Yield the fenced blocks of a text in order; lines of an indented block lose that indentation."""
     end = 0
     while (opened := _FENCE.search(text, end)) is not None:
         fence = opened["fence"]
-        if fence is None:  # code within a line of words
+        if fence is None:  # inline code
             end = opened.end()
             continue
         close = _closing(fence).search(text, opened.end())
@@ -109,20 +109,22 @@ def fenced(text: str) -> Iterator[FencedBlock]:
 
 @cache
 def _closing(fence: str) -> re.Pattern[str]:
-    """The end of a block: at the beginning or the end of a line, the same mark at least as often."""
+    """Return the pattern of a block's end: the same mark at least as often, at the start or end of
+    a line.
+    """
     run = f"{fence[0]}{{{len(fence)},}}+"
     return re.compile(rf"^[ \t]*+{run}|(?<!{fence[0]}){run}[ \t]*+$", re.MULTILINE)
 
 
 def answer_block(text: str) -> str:
-    """Content of the last <answer> block; the whole text without one."""
+    """Return the content of the last <answer> block; the whole text without one."""
     tagged = blocks(text, "answer")
     return tagged[-1] if tagged else text
 
 
 class Conclusion(NamedTuple):
-    """The part of an answer that states its result; `formula`: it was marked as one, so that no
-    sentence stands around it.
+    """The part of an answer that states its result; `formula`: it was marked as a formula, so no
+    sentence surrounds it.
     """
 
     text: str
@@ -130,8 +132,8 @@ class Conclusion(NamedTuple):
 
 
 def conclusion(text: str) -> Conclusion:
-    """The last box, else what stands behind the last "answer is" or "Answer:" of a line, else the
-    last formula if no number follows it, else all of a text.
+    """Return the last box, else the text after the last "answer is" or "Answer:" in a line, else
+    the last formula not followed by a number, else the whole text.
     """
     if (boxed := boxed_result(text)) is not None:
         return Conclusion(boxed, True)
@@ -150,7 +152,7 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def has_shape(text: str) -> bool:
-    """Whether a text is one <think> block followed by one <answer> block, and nothing else."""
+    """Return whether a text is exactly one <think> block followed by one <answer> block."""
     text = text.strip()
     if any(text.count(tag) != 1 for tag in _TAGS) or not (
         text.startswith("<think>") and text.endswith("</answer>")
@@ -160,5 +162,5 @@ def has_shape(text: str) -> bool:
 
 
 def thinks_first(text: str) -> bool:
-    """Whether a text begins with a closed <think> block."""
+    """Return whether a text begins with a closed <think> block."""
     return text.lstrip().startswith("<think>") and "</think>" in text

@@ -13,10 +13,9 @@ from rft.types.task import Task
 def format_reward(
     task: Task, transcript: Transcript, *, right: float = 0.1, wrong: float = -0.1
 ) -> dict[str, float]:
-    """`right` if the answer is exactly one <think> block followed by one <answer> block, else
-    `wrong`.
+    """`right` for exactly one <think> block followed by one <answer> block, else `wrong`.
 
-    The tag that the prompt has opened counts as the answer's.
+    A tag opened by the prompt counts as part of the answer.
     """
     shape = has_shape(transcript.with_thought)
     note(

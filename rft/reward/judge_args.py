@@ -1,4 +1,4 @@
-"""What every judge takes in `reward_fn_args`: whom it asks, how, and what that may cost."""
+"""Arguments of every judge in `reward_fn_args`: model, sampling, limits and costs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class ModelLimits(BaseModel):
-    """They hold for everything that asks the same model in this process; judges of one model write
-    the same ones.
+    """Limits shared by all judges that use the same model in this process; their values must be
+    equal.
 
     `cache`: a file, `run` (judge_cache.db in the run's folder) or `off`.  `cost_ledger`: the file
-    that `max_cost_usd` is counted in, for all who name it; null: the cache's file, else that of the
+    in which `max_cost_usd` is counted for all its users; null: the cache's file, else that of the
     run.
     """
 
@@ -38,9 +38,9 @@ class JudgeArgs(ModelLimits):
     name: str | None = Field(None, pattern=r"^[\w.-]+$")  # in metrics; null: the reward's name
     temperature: float = Field(0.0, ge=0)
     max_tokens: int = Field(512, ge=1)  # of a reply
-    max_retries: int = Field(2, ge=0, le=10)  # after a reply that cannot be read, or none in time
+    max_retries: int = Field(2, ge=0, le=10)  # after a reply that is unreadable or late
     timeout_s: float = Field(120.0, gt=0)  # of one call
-    # a longer answer is not shown to the judge and stays unscored
+    # longer answers are not shown to the judge and stay unscored
     max_chars: int = Field(32_000, ge=1)
     over_budget: Literal["stop", "unscored"] = "stop"
 

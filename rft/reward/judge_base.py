@@ -1,5 +1,5 @@
-"""A judge: a prompt, a strict parser and a scale.  It asks an auxiliary model and is a reward like
-any other.
+"""The base of judges: a prompt, a strict parser and a scale.  A judge calls an auxiliary model and
+is a reward like any other.
 
     @reward("clear_judge")
     class ClearJudge(Judge):
@@ -10,9 +10,9 @@ any other.
             case.answer)}\\n{delimit.ask(score=self.scale)}"
 
 `delimit(name, text)` shows untrusted text as data; `delimit.ask(...)` requests the verdict, which
-`read` finds and `value` turns into a reward.  A reply that cannot be read is asked for again
-(`max_retries`), then the answer is unscored. Invariant: no answer gets a number that the judge did
-not give it, except that one that says nothing gets the lowest.
+`read` finds and `value` converts to a reward.  After an unreadable reply the question is repeated
+(`max_retries`), then the answer is unscored.
+Invariant: every score comes from the judge, except that an empty answer gets the lowest.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from rft.worker.waiting import waits
 
 log = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
-# the same question, asked anew: how consistent a judge is
+# number of the repetition, for measuring a judge's consistency
 REPEAT: ContextVar[int] = ContextVar("repeat", default=0)
-AGAIN_TEMPERATURE = 0.5  # at least, when a reply could not be read
-Write = Callable[..., str | Messages]  # write(delimit, *answers): a question
+AGAIN_TEMPERATURE = 0.5  # minimum temperature after an unreadable reply
+Write = Callable[..., str | Messages]  # write(delimit, *answers) returns a question
 
 
 @dataclass(frozen=True)
 class JudgeCase:
-    """What is judged: `question` is the last thing that was asked of the policy in its first call."""
+    """One answer to judge; `question` is the last user message of the policy's first call."""
 
     task: Task
     transcript: Transcript
@@ -63,13 +63,13 @@ class JudgeCase:
     answer: str
 
     @classmethod
-    def of(cls, task: Task, transcript: Transcript) -> JudgeCase:
-        asked = [m for m in transcript.turns[0].messages if m.get("role") == "user"]
-        question = str(asked[-1].get("content", "")) if asked else task.prompt or ""
+    def from_transcript(cls, task: Task, transcript: Transcript) -> JudgeCase:
+        questions = [m for m in transcript.turns[0].messages if m.get("role") == "user"]
+        question = str(questions[-1].get("content", "")) if questions else task.prompt or ""
         return cls(task, transcript, question, transcript.answer)
 
     def saying(self, answer: str) -> JudgeCase:
-        """The same with another answer."""
+        """Return the same case with another answer."""
         if answer == self.answer:
             return self
         last: Turn = self.transcript.turns[-1]
@@ -85,76 +85,76 @@ class JudgeCase:
 
 @dataclass(frozen=True)
 class Reading:
-    """What came of a question: the verdict's fields, or None and why; the question and the last
+    """The result of a question: the verdict's fields (None: `reason`), the question, and the last
     reply.
     """
 
     verdict: dict[str, Any] | None
-    why: str = ""
+    reason: str = ""
     question: Sequence[Mapping[str, Any]] = ()
     reply: str = ""
 
 
 class Judge(Reward):
-    """Subclass with `prompt`, and `value` where there is not one field on `scale`; raise `version`
-    when `read` changes its meaning.
+    """Subclass with `prompt`, and `value` unless the verdict is one field on `scale`.
 
-    The arguments are those of `Args`, by default `JudgeArgs`; they are `self.args`.
+    Increase `version` when `read` changes its meaning.  `self.args` are the arguments, of type
+    `Args`, by default `JudgeArgs`.
     """
 
     Args: ClassVar[type[BaseModel]] = JudgeArgs
     scale: Scale = Scale(1, 10)
     version: str = "1"
-    # the model answers with one of these words and nothing else; none: it writes
+    # the only words that the model may answer; empty = free text
     choices: tuple[str, ...] = ()
 
-    def __init__(self, **given: Any) -> None:
-        self.args: Any = self.Args(**given)
+    def __init__(self, **args: Any) -> None:
+        self.args: Any = self.Args(**args)
         if not isinstance(self.args, JudgeArgs):
             raise TypeError(f"{type(self).__name__}.Args must be a subclass of JudgeArgs")
         mark = mark_of(type(self))
         self.kind = mark.name if mark is not None else type(self).__name__
         self.name = self.args.name or self.kind
-        self.metrics = judge_metrics.of(self.name)
+        self.metrics = judge_metrics.for_judge(self.name)
         self._client: JudgeClient | None = None
         self._warned: set[str] = set()
-        # ways to ask that are known to keep answers inside of the delimiters
+        # `write` functions proven to keep answers inside the delimiters
         self._fenced: set[str] = set()
 
-    # ------------------------------------------------------------ yours
+    # ------------------------------------------------------------ for subclasses
 
     def prompt(self, case: JudgeCase, delimit: PromptDelimiters) -> str | Messages:
-        """The question: a text, or messages.  Whatever the policy, the task or another model wrote
-        goes through `delimit`.
+        """Return the question: a text, or messages.  Text of the policy, the task or another model
+        must go through `delimit`.
         """
         raise NotImplementedError(
             f"{type(self).__name__} needs a method prompt(self, case, delimit)"
         )
 
     def delimiters(self) -> PromptDelimiters:
-        """The delimiters of one call."""
+        """Return the delimiters of one call."""
         return PromptDelimiters()
 
     def rules(self, delimit: PromptDelimiters) -> str:
-        """What the system message says about the delimiters."""
+        """Return the part of the system message about the delimiters."""
         return delimit.rules
 
     def reply(self, completion: Completion) -> str:
-        """What `read` is given, and what is remembered.  Raises UnreadableVerdict for a reply that
-        was cut.
+        """Return the text for `read` and the cache.  Raises UnreadableVerdict for a truncated
+        reply.
         """
         if completion.finish_reason != "stop":
             raise UnreadableVerdict(f"the reply was cut at max_tokens {self.args.max_tokens}")
         return completion.with_thought
 
     def read(self, reply: str, delimit: PromptDelimiters) -> dict[str, Any]:
-        """The verdict in a reply.  Raises UnreadableVerdict.  By default: its last line, which has
-        the form of `delimit.ask`.
+        """Return the verdict in a reply: by default its last line, in the form of `delimit.ask`.
+        Raises UnreadableVerdict.
         """
         return read(reply, delimit)
 
     def value(self, verdict: dict[str, Any], case: JudgeCase) -> RewardResult:
-        """The reward of a verdict: number / highest number.  By default of its only field."""
+        """Return the reward of a verdict; by default of its only field: number / highest number."""
         number, *more = verdict.values()
         if more or isinstance(number, str):
             raise TypeError(
@@ -171,12 +171,12 @@ class Judge(Reward):
         check_limits(models[name := self._named(models, tasks)], name, self.args)
 
     def check_task(self, task: Task, transcript: Transcript) -> None:
-        """Makes a question: one that asks for no verdict, or shows an answer outside of the
-        delimiters, is refused before the run.
+        """Build a question before the run: raises ConfigError if it requests no verdict, or shows
+        an answer outside the delimiters.
         """
-        if type(self).prompt is Judge.prompt:  # it asks in its own way
+        if type(self).prompt is Judge.prompt:  # the judge overrides asking
             return
-        case = JudgeCase.of(task, transcript)
+        case = JudgeCase.from_transcript(task, transcript)
         delimit = self.delimiters()
 
         def write(delimit: PromptDelimiters, answer: str) -> str | Messages:
@@ -190,16 +190,29 @@ class Judge(Reward):
             )
         self._probe(write, 1)
 
+    def questions(
+        self, task: Task, transcript: Transcript, models: Mapping[str, object]
+    ) -> list[tuple[str, Messages]]:
+        if type(self).prompt is Judge.prompt:
+            return []
+        case = JudgeCase.from_transcript(task, transcript)
+
+        def write(delimit: PromptDelimiters, answer: str) -> str | Messages:
+            return self.prompt(case.saying(answer), delimit)
+
+        asked = self._messages(write, self.delimiters(), (case.answer,))
+        return [(self._named(models), asked)]
+
     def _named(self, models: Mapping[str, object], tasks: Mapping[str, str] = NO_TASKS) -> str:
-        """The name of the auxiliary model.  Raises ConfigError where it is missing, or is not the
-        only one and not named.
+        """Return the name of the auxiliary model.  Raises ConfigError if it is missing or
+        ambiguous.
         """
         key = "reward_fn_args.judge"
         return named(models, self.args.judge, who=self.kind, key=key, task="generate", tasks=tasks)
 
     async def prepare(self, models: Mapping[str, ChatModel]) -> None:
-        """Raises ConfigError where the model is missing, and where judges that ask the same model
-        have different limits.
+        """Open the client.  Raises ConfigError if the model is missing, or if judges of the same
+        model have different limits.
         """
         name = self._named(models)
         self._client = open_client(models[name], name, self.args)
@@ -211,26 +224,24 @@ class Judge(Reward):
             await close_client(client)
 
     def gold_answer(self, task: Task) -> None:
-        """`rft check` asks no models."""
+        """Return None: `rft check` calls no models."""
 
     async def __call__(self, task: Task, transcript: Transcript) -> RewardResult:
-        case = JudgeCase.of(task, transcript)
-        if (known := self.without_asking(case)) is not None:
-            return known
-        found = await self.ask(
+        case = JudgeCase.from_transcript(task, transcript)
+        if (score := self.without_asking(case)) is not None:
+            return score
+        reading = await self.ask(
             lambda delimit, answer: self.prompt(case.saying(answer), delimit), case.answer
         )
-        return (
-            Score(value=None, reason=found.why)
-            if found.verdict is None
-            else self.value(found.verdict, case)
-        )
+        if reading.verdict is None:
+            return Score(value=None, reason=reading.reason)
+        return self.value(reading.verdict, case)
 
     # ------------------------------------------------------------ asking
 
     def without_asking(self, case: JudgeCase) -> Score | None:
-        """The score of an answer that is not shown to the model: the lowest if it says nothing,
-        unscored if it is too long.
+        """Return the score of an answer that is not shown to the model: the lowest if it is empty,
+        unscored if it is too long; else None.
         """
         if says_nothing(inert(case.answer)):
             self.metrics.empty += 1
@@ -245,12 +256,12 @@ class Judge(Reward):
         return None
 
     async def ask(self, write: Write, *answers: str) -> Reading:
-        """Asks until a verdict can be read, or `max_retries` are used up.
+        """Ask until a verdict is readable, or `max_retries` are used up.
 
-        `answers`: texts of the policy, which must not stand outside of the delimiters.
-        `write(delimit, *answers)` makes the question; it is called for every try, and before the
-        first one with other texts, which show where it puts them.  Raises ConfigError if that is
-        outside, BudgetUsedUp, and EngineFailed when the model is gone.
+        `answers`: texts of the policy, which must stay inside the delimiters.  `write(delimit,
+        *answers)` returns the question; it is called for every attempt, and first with random texts
+        to find out where it places them.  Raises ConfigError if that is outside, BudgetUsedUp, and
+        EngineFailed when the model is lost.
         """
         if self._client is None:
             raise RuntimeError(f"{self.kind}: `await judge.prepare(models)` comes first")
@@ -261,15 +272,17 @@ class Judge(Reward):
             return self._messages(write, delimit, answers)
 
         key = self._key(question(PromptDelimiters.keying()))
-        with waits("question", f"judge {self.name}", whole=True):
-            found = await client.once(
+        with waits("question", f"judge {self.name}", opaque=True):
+            reading = await client.once(
                 key, lambda: self._attempts(client, key, question), self.metrics
             )
-        exchanges.note(self.name, found.question, found.reply, found.why)
-        return found
+        exchanges.note(self.name, reading.question, reading.reply, reading.reason)
+        return reading
 
     def _probe(self, write: Write, answers: int) -> None:
-        """Once for each `write`, with random answers: what the policy wrote cannot end a run."""
+        """Check each `write` once with random answers, because text of the policy must not end a
+        run.
+        """
         way = getattr(write, "__qualname__", "")
         if way in self._fenced:
             return
@@ -277,7 +290,7 @@ class Judge(Reward):
         probes = tuple(secrets.token_hex(16) for _ in range(answers))
         try:
             messages = self._messages(write, delimit, probes)
-        except Exception as e:  # a prompt that takes answers of some form only
+        except Exception as e:  # the prompt accepts only answers of some form
             log.debug(
                 "%s: no question with a random answer: %s: %s", self.kind, type(e).__name__, e
             )
@@ -294,12 +307,12 @@ class Judge(Reward):
     def _messages(
         self, write: Write, delimit: PromptDelimiters, answers: tuple[str, ...]
     ) -> Messages:
-        """With the rules of the delimiters first."""
-        made = write(delimit, *answers)
+        """Return the question with the rules of the delimiters first."""
+        prompt = write(delimit, *answers)
         messages = (
-            [{"role": "user", "content": made}]
-            if isinstance(made, str)
-            else [dict(m) for m in made]
+            [{"role": "user", "content": prompt}]
+            if isinstance(prompt, str)
+            else [dict(m) for m in prompt]
         )
         if messages[0]["role"] == "system":
             return [
@@ -329,20 +342,20 @@ class Judge(Reward):
     ) -> Reading:
         m = self.metrics
         a = self.args
-        if client.cache is not None and (known := client.cache.get(key)) is not None:
+        if client.cache is not None and (cached := client.cache.get(key)) is not None:
             delimit = PromptDelimiters.keying()
-            asked = question(delimit)  # which sets the fields that it asks for
-            delimit.key = known.verdict_key
+            cached_question = question(delimit)  # also sets the requested fields
+            delimit.key = cached.verdict_key
             try:
-                found = Reading(self.read(known.text, delimit), "", asked, known.text)
+                reading = Reading(self.read(cached.text, delimit), "", cached_question, cached.text)
             except UnreadableVerdict:
                 log.debug(
                     "%s: a reply in the cache cannot be read any more; asked again", self.kind
                 )
             else:
                 m.cache_hit += 1
-                return found
-        why = text = ""
+                return reading
+        reason = text = ""
         messages: Messages = []
         for attempt in range(a.max_retries + 1):
             delimit = self.delimiters()
@@ -359,36 +372,34 @@ class Judge(Reward):
                 if a.over_budget == "stop":
                     raise
                 self._warn("budget", str(e))
-                why = "the judge's budget is used up"
+                reason = "the judge's budget is used up"
                 break
             except TimeoutError:
                 m.timeouts += 1
-                why = f"the judge did not answer within {a.timeout_s:g} s"
+                reason = f"the judge did not answer within {a.timeout_s:g} s"
                 continue
-            except (
-                ValueError
-            ) as e:  # too long for it, or refused by its server: asking again would not help
+            except ValueError as e:  # too long, or refused by the server: repeating would not help
                 self._warn("refused", f"a question was refused: {e}")
-                why = f"the judge refused the question: {str(e)[:200]}"
+                reason = f"the judge refused the question: {str(e)[:200]}"
                 break
             try:
                 text = completion.text
                 text = self.reply(completion)
-                found = Reading(self.read(text, delimit), "", messages, text)
+                reading = Reading(self.read(text, delimit), "", messages, text)
             except UnreadableVerdict as e:
                 m.unreadable += 1
-                why = f"the judge's reply cannot be read: {e}"
+                reason = f"the judge's reply cannot be read: {e}"
                 continue
             if client.cache is not None:
                 reply = CachedReply(text, delimit.key)
                 client.cache.put(key, reply, judge=self.kind, model=client.identity, tokens=tokens)
-            return found
+            return reading
         m.unscored += 1
-        log.debug("%s: unscored: %s", self.name, why)
-        return Reading(None, why, messages, text)
+        log.debug("%s: unscored: %s", self.name, reason)
+        return Reading(None, reason, messages, text)
 
     def _sampling(self, attempt: int) -> SamplingArgs:
-        if self.choices:  # one token, whose log-prob is asked for
+        if self.choices:  # one token with its log-prob
             return SamplingArgs(temperature=0.0, max_tokens=1)
         warmer = (
             self.args.temperature if not attempt else max(self.args.temperature, AGAIN_TEMPERATURE)
@@ -396,7 +407,7 @@ class Judge(Reward):
         return SamplingArgs(temperature=warmer, max_tokens=self.args.max_tokens)
 
     def _warn(self, what: str, message: str) -> None:
-        """Once for each kind of trouble."""
+        """Log a warning once for each kind of trouble."""
         if what not in self._warned:
             self._warned.add(what)
             log.warning("judge %s: %s", self.name, message)

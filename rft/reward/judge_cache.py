@@ -1,7 +1,7 @@
-"""Replies of judges, kept in an SQLite file.
+"""Replies of judges in an SQLite file.
 
-Knows neither judges nor models.  Several processes may use one file.  Invariant: what is given back
-was written whole, under the same key.
+Knows neither judges nor models.  Several processes may use one file.
+Invariant: a returned reply was completely written under the same key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Cache:
     """One file, for one event loop."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError for a file that is something else, or in a folder that cannot be
+        """Open the file.  Raises ConfigError for a foreign file, or a folder that cannot be
         written.
         """
         self.path = path
@@ -44,7 +44,7 @@ class Cache:
     def put(
         self, key: bytes, reply: CachedReply, *, judge: str, model: str, tokens: tuple[int, int]
     ) -> None:
-        """Raises RunFailed where it cannot be written."""
+        """Store a reply.  Raises RunFailed if writing fails."""
         row = (key, judge, model, reply.text, reply.verdict_key, *tokens, time.time())
         try:
             self._db.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)

@@ -1,10 +1,10 @@
-"""Rate-limited, cached client for one judge model, shared by all judges that ask it.
+"""Rate-limited, cached client for one judge model, shared by all judges that use it.
 
-    same question answered before? ─> under way? ─> budget left? ─> room ─> rate ─> the model
+    question answered before? ─> in progress? ─> budget left? ─> room ─> rate ─> the model
 
-Knows no prompt and no verdict.  Invariant: the cost of all calls, those of all processes with the
-same ledger included, never passes `max_cost_usd`: what a call can cost at most is counted before it
-is made.
+Knows no prompt and no verdict.
+Invariant: the cost of all calls, including other processes with the same ledger, never exceeds
+`max_cost_usd`: a call's maximum cost is counted before the call.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from rft.worker.threads import CLOCK, Clock, guarded, in_time
 
 T = TypeVar("T")
 FILE = "judge_cache.db"
-TEMPLATE_TOKENS = 64  # that a chat template may add to each message
-ASK_AGAIN_S = 0.5  # whether calls of other processes have left room in the budget
+TEMPLATE_TOKENS = 64  # maximum tokens that a chat template adds to each message
+ASK_AGAIN_S = 0.5  # interval of checks whether other processes have freed some of the budget
 
 
 class JudgeClient:
-    """One auxiliary model, as judges with the limits of `args` ask it."""
+    """One auxiliary model with the limits in `args`."""
 
     def __init__(self, model: ChatModel, identity: str, args: JudgeArgs) -> None:
         self.identity = identity
@@ -48,14 +48,15 @@ class JudgeClient:
         self.ledger = CostLedger(_ledger(args))
         self._settled = asyncio.Event()
         self._under_way: dict[bytes, tuple[asyncio.Future[Any], list[int]]] = {}
-        self._jobs: set[asyncio.Future[Any]] = set()  # also those that are being cancelled
+        self._jobs: set[asyncio.Future[Any]] = set()  # includes jobs being cancelled
         self.users = 0
 
     async def once(
         self, key: bytes, answer: Callable[[], Awaitable[T]], metrics: JudgeMetrics
     ) -> T:
-        """The result of `answer()`, shared by concurrent calls with the same key.  It is cancelled
-        when the last of them gives up.
+        """Return the result of `answer()`, shared by concurrent calls with the same key.
+
+        The work is cancelled when the last caller gives up.
         """
         if key in self._under_way:
             metrics.shared += 1
@@ -84,10 +85,10 @@ class JudgeClient:
     async def generate(
         self, request: GenerateRequest, timeout_s: float, metrics: JudgeMetrics
     ) -> tuple[Completion, tuple[int, int]]:
-        """One call, whose deadline counts from when it is sent: the completion, and its tokens
-        (prompt, answer).
+        """Call the model once; return the completion and its (prompt, answer) tokens.
 
-        Raises BudgetUsedUp, TimeoutError, and what the model raises.
+        The deadline counts from sending.  Raises BudgetUsedUp, TimeoutError, and the model's
+        errors.
         """
         size = sum(len(str(m["content"]).encode()) for m in request.messages)
         most = self._cost(
@@ -95,7 +96,7 @@ class JudgeClient:
         )
         guess = size // 4 + request.sampling.max_tokens
         reserved = [await self._reserve(most)]
-        cost = 0.0  # of a call that was not made; whether the last sending has a price
+        cost = 0.0  # cost 0: not called yet; owed: whether the last sending costs
         owed = True
 
         async def resent() -> None:
@@ -106,12 +107,12 @@ class JudgeClient:
             owed = False
 
         try:
-            # the run that asks is not to blame for waiting
+            # waiting does not count towards the run's deadline
             async with CLOCK.get().turn(self._room):
                 with CLOCK.get().stopped():
                     await self._requests.acquire(1)
                     await self._tokens.acquire(guess)
-                clock = Clock()  # of a call that does not come back
+                clock = Clock()  # deadline of the call itself
                 cost = most
                 metrics.calls += 1
                 try:
@@ -120,27 +121,27 @@ class JudgeClient:
                             self._model.generate(request), timeout_s, "the judge", clock
                         )
                 except ValueError:
-                    cost = 0.0  # refused
+                    cost = 0.0  # the model refused the request
                     raise
                 except asyncio.CancelledError:
                     cost = most if clock.runs else 0.0
                     raise
                 except RftError:
-                    cost = most if owed else 0.0  # what broke off may have been worked on
+                    cost = most if owed else 0.0  # an aborted request may have been processed
                     raise
                 finally:
                     metrics.seconds += clock.seconds
             tokens = completion.usage or (len(completion.prompt_tokens), len(completion.tokens))
             if any(tokens):
                 cost = self._cost(*tokens)
-            else:  # a server that does not count: what it can have been at most is what it was
+            else:  # the server reports no tokens: use an upper estimate
                 tokens = (size // 3, len(completion.text.encode("utf-8", "replace")) // 3 + 1)
             metrics.prompt_tokens += tokens[0]
             metrics.completion_tokens += tokens[1]
             self._tokens.correct(sum(tokens) - guess)
             return completion, tokens
         finally:
-            # sendings without an answer may have been worked on
+            # sendings without an answer may have been processed
             costs = [cost] + [most] * (len(reserved) - 1)
             metrics.cost_usd += sum(costs)
             for call, paid in zip(reserved, costs, strict=True):
@@ -149,8 +150,9 @@ class JudgeClient:
             self._settled.set()
 
     async def _reserve(self, most: float) -> int | None:
-        """The call's number in the ledger; None for one that costs nothing.  Waits while calls
-        under way may leave room for it.
+        """Reserve the cost in the ledger; return the call's number, or None if it costs nothing.
+
+        Waits while calls in progress may still leave enough budget.
         """
         if not most:
             return None
@@ -168,7 +170,7 @@ class JudgeClient:
         ) / 1000
 
     async def close(self) -> None:
-        """Ends what is under way; what that cost is written before the cache is closed."""
+        """Cancel calls in progress; record their costs before the cache is closed."""
         jobs = list(self._jobs)
         for job in jobs:
             job.cancel()
@@ -181,12 +183,12 @@ class JudgeClient:
 
 
 _CLIENTS: dict[int, tuple[ChatModel, JudgeClient]] = {}
-# of configurations: a model, and the first judge that asks it
+# by id of the model: a configured model and the first judge's arguments
 _CHECKED: dict[int, tuple[object, JudgeArgs]] = {}
 
 
 def check_limits(model: object, name: str, args: JudgeArgs) -> None:
-    """As `open_client`, for a model that is not started."""
+    """Check limits like `open_client`, for a model that is not started."""
     _same(name, _CHECKED.setdefault(id(model), (model, args))[1].limits, args.limits)
 
 
@@ -200,14 +202,14 @@ def _same(name: str, first: Mapping[str, object], limits: Mapping[str, object]) 
 
 
 def open_client(model: ChatModel, name: str, args: JudgeArgs) -> JudgeClient:
-    """The client of `model`, shared by all judges that ask it.  Raises ConfigError for other limits
-    than theirs.
+    """Return the client of `model`, shared by all its judges.  Raises ConfigError for different
+    limits.
     """
-    found = _CLIENTS.get(id(model))
-    if found is None:
+    entry = _CLIENTS.get(id(model))
+    if entry is None:
         identity = model.identity if isinstance(model, Identified) else ""
-        found = _CLIENTS[id(model)] = (model, JudgeClient(model, identity or name, args))
-    client = found[1]
+        entry = _CLIENTS[id(model)] = (model, JudgeClient(model, identity or name, args))
+    client = entry[1]
     _same(name, client.limits, args.limits)
     client.users += 1
     return client

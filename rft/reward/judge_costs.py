@@ -1,11 +1,11 @@
-"""What judges have cost, in an SQLite file that all its users share: a hard bound, also when they
-are killed.
+"""Costs of judges in an SQLite file shared by all its users: a hard bound even if processes are
+killed.
 
-    spent = settled costs + the most that calls under way can cost
+    spent = settled costs + maximum costs of calls in progress
 
-A call's most is added before it is sent and corrected when it is back, so one that never comes back
-stays counted as if it had cost that. Knows neither judges nor models.  Invariant: `reserve` never
-lets `spent` pass the limit, however many processes use the file.
+The maximum cost of a call is added before it is sent and corrected when it returns, so a lost call
+stays counted at its maximum.  Knows neither judges nor models.
+Invariant: `reserve` never lets `spent` exceed the limit, however many processes use the file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CostLedger:
     """One file, for one event loop; in memory without `path`."""
 
     def __init__(self, path: Path | None) -> None:
-        """Raises ConfigError for a file that is something else, or in a folder that cannot be
+        """Open the file.  Raises ConfigError for a foreign file, or a folder that cannot be
         written.
         """
         self.path = path
@@ -42,15 +42,15 @@ class CostLedger:
         self._me = _process(os.getpid())
 
     def reserve(self, model: str, most: float, limit: float | None) -> int | None:
-        """Counts a call that may cost `most`; its number, or None where others are under way that
-        may leave room for it.
+        """Count a call that may cost `most`; return its number, or None if calls in progress may
+        still leave enough budget.
 
-        Raises BudgetUsedUp where it does not fit, whatever they cost.
+        Raises BudgetUsedUp if the cost cannot fit.
         """
         with self._changing() as db:
             spent = self._spent(model)
             if limit is not None and spent + most > limit + _ROUNDING:
-                if self._others(model):
+                if self._other_calls(model):
                     return None
                 raise BudgetUsedUp(
                     f"the judge {model} has cost ${spent:.4f} of max_cost_usd ${limit:g}, and the "
@@ -67,7 +67,7 @@ class CostLedger:
             return row.lastrowid
 
     def settle(self, call: int, cost: float) -> None:
-        """The call is over and has cost this."""
+        """Replace the maximum cost of a finished call by its actual cost."""
         with self._changing() as db:
             model, most = db.execute(
                 "SELECT model, most FROM under_way WHERE id = ?", (call,)
@@ -76,7 +76,9 @@ class CostLedger:
             db.execute("DELETE FROM under_way WHERE id = ?", (call,))
 
     def spent(self, model: str) -> float:
-        """US dollars, of all users of the file, with the most that calls under way can cost."""
+        """Return US dollars spent by all users of the file, including maximum costs of calls in
+        progress.
+        """
         with self._changing():
             return self._spent(model)
 
@@ -91,8 +93,8 @@ class CostLedger:
         )
         self._db.execute(f"INSERT INTO spent VALUES (?, ?, ?) {more}", (model, calls, cost_usd))
 
-    def _others(self, model: str) -> bool:
-        """Whether calls of this model are under way in a process of this machine that lives."""
+    def _other_calls(self, model: str) -> bool:
+        """Return whether a living process on this machine has calls of this model in progress."""
         owners = [
             o
             for (o,) in self._db.execute(
@@ -103,8 +105,8 @@ class CostLedger:
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction, which no other process is in.  Raises RunFailed: a budget that is
-        forgotten is none.
+        """Run one exclusive transaction.  Raises RunFailed on errors, since a lost entry would
+        break the budget.
         """
         try:
             self._db.execute("BEGIN IMMEDIATE")
@@ -125,8 +127,8 @@ class CostLedger:
 
 
 def opened(path: Path | None, schema: str, *, key: str) -> sqlite3.Connection:
-    """A connection to the file, for its user alone.  Raises ConfigError of `key` for another
-    program's, or one that cannot be written.
+    """Open the file with permissions for its owner only.  Raises ConfigError at `key` for a foreign
+    or unwritable file.
     """
     try:
         if path is not None:
@@ -154,8 +156,8 @@ def opened(path: Path | None, schema: str, *, key: str) -> sqlite3.Connection:
 
 
 def _process(pid: int) -> str:
-    """A name of a process of this machine that no later one gets: its number and when it began; ""
-    where there is none, or no /proc.
+    """Return a unique name of a process on this machine (id, host, start time); "" without such a
+    process or /proc.
     """
     try:
         began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

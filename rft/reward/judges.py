@@ -1,5 +1,5 @@
-"""Judges that are ready to use: rubric, reference, pairwise and group-relative.
-docs/howto/judge.md shows each.
+"""Ready-made judges: rubric, reference, pairwise and group-relative.  docs/howto/judge.md shows
+each.
 
 explorer.auxiliary_models: [{name: judge, model_path: ...}]
 buffer.explorer_input.taskset: {default_reward_fn_type: rubric_judge, reward_fn_args: {judge: judge,
@@ -27,7 +27,7 @@ from rft.types.task import Task
 
 
 class RubricArgs(JudgeArgs):
-    """`criteria`: weights by name; `describe`: what a name means.  `rubric_key`: column with a
+    """`criteria`: weights by name; `describe`: meaning of a name.  `rubric_key`: column with a
     row's own list of {criterion, points}.
     """
 
@@ -38,12 +38,12 @@ class RubricArgs(JudgeArgs):
 
     @field_validator("criteria")
     @classmethod
-    def _weighed(cls, given: dict[str, float]) -> dict[str, float]:
-        if "key" in given or any(w < 0 for w in given.values()) or not any(given.values()):
+    def _weighed(cls, weights: dict[str, float]) -> dict[str, float]:
+        if "key" in weights or any(w < 0 for w in weights.values()) or not any(weights.values()):
             raise ValueError(
                 "weights must not be negative, not all 0, and no criterion may be called key"
             )
-        return given
+        return weights
 
 
 FAULT = " (a fault: 1 if the answer does not have it at all, 10 if it fully has it)"
@@ -51,13 +51,13 @@ FAULT = " (a fault: 1 if the answer does not have it at all, 10 if it fully has 
 
 @reward("rubric_judge")
 class RubricJudge(Judge):
-    """1 to 10 by each criterion; the reward is the weighted mean of the tenths, 0.1 to 1.0, and
-    every criterion is a part.
+    """Weighted mean of scores 1 to 10 by each criterion, divided by 10: 0.1 to 1.0.
 
-    A row's criterion may have negative points: a fault, of which 1 says not at all and 10 fully.
-    Formula: reward = max(0.1, (sum of w x n/10 where w > 0  -  sum of |w| x (n - 1)/9 where w < 0)
-    / sum of w where w > 0) so that a fault that is not there costs nothing.  A row without positive
-    points is unscored.
+    Every criterion is a part.  A row's criterion with negative points is a fault, scored 1 if
+    absent and 10 if fully present.  A row without positive points is unscored.
+
+    reward = max(0.1, (sum of w x n/10 where w > 0  -  sum of |w| x (n - 1)/9 where w < 0) / sum of
+    w where w > 0), so that an absent fault costs nothing.
     """
 
     Args = RubricArgs
@@ -71,8 +71,8 @@ class RubricJudge(Judge):
     def prompt(self, case: JudgeCase, delimit: PromptDelimiters) -> str:
         criteria = self._criteria(case.task)
         listed = "\n".join(
-            f"- {name}" + (FAULT if weight < 0 else "") + (f": {says}" if says else "")
-            for name, (weight, says) in criteria.items()
+            f"- {name}" + (FAULT if weight < 0 else "") + (f": {meaning}" if meaning else "")
+            for name, (weight, meaning) in criteria.items()
         )
         return (
             f"{self.args.instruction}  1 is worst, 10 is "
@@ -95,7 +95,7 @@ class RubricJudge(Judge):
         )
 
     def _criteria(self, task: Task) -> dict[str, tuple[float, str]]:
-        """name -> (weight, meaning)."""
+        """Return name -> (weight, meaning)."""
         if (column := self.args.rubric_key) is None:
             return {
                 name: (weight, self.args.describe.get(name, ""))
@@ -110,19 +110,19 @@ class RubricJudge(Judge):
         }
 
 
-def _of_row(given: Any, where: str) -> tuple[float, str]:
-    """(points, text) of one criterion of a row.  Raises ValueError."""
-    if not isinstance(given, dict):
-        raise ValueError(f"{where} is {given!r:.80}; write {{criterion: TEXT, points: NUMBER}}")
-    points: Any = given.get("points", given.get("weight", 1))
-    says = str(given.get("criterion", given.get("description", "")))
+def _of_row(row: Any, where: str) -> tuple[float, str]:
+    """Return (points, text) of one criterion of a row.  Raises ValueError."""
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is {row!r:.80}; write {{criterion: TEXT, points: NUMBER}}")
+    points: Any = row.get("points", row.get("weight", 1))
+    meaning = str(row.get("criterion", row.get("description", "")))
     try:
         number = float(points)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(f"{where}: its points are {points!r:.80}, not a number")
-    return number, says
+    return number, meaning
 
 
 class ReferenceArgs(JudgeArgs):
@@ -156,8 +156,8 @@ class ReferenceJudge(Judge):
 
 
 class PairwiseArgs(JudgeArgs):
-    """`against`: the row's reference answer, or the group's other answers: each meets the next
-    `opponents` of them in turn.
+    """`against`: the row's reference answer, or the group's other answers, of which each answer
+    meets the next `opponents`.
     """
 
     against: Literal["reference", "group"] = "reference"
@@ -167,36 +167,37 @@ class PairwiseArgs(JudgeArgs):
 
 @reward("pairwise_judge")
 class PairwiseJudge(Judge):
-    """1 for the better answer, 0 for the other, 0.5 for a tie; every pair is judged in both orders
-    and the two are averaged.
+    """1 for the better answer, 0 for the other, 0.5 for a tie.
+
+    Every pair is judged in both orders, and the two results are averaged.
     """
 
     Args = PairwiseArgs
-    scale = Scale(0, 1, whole=False)
+    scale = Scale(0, 1, integer=False)
     words = WordChoice(("first", "second", "tie"))
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, **args: Any) -> None:
+        super().__init__(**args)
         self.whole_group = self.args.against == "group"
 
-    async def __call__(self, task: Task, given: Any) -> Any:
+    async def __call__(self, task: Task, transcript: Any) -> Any:
         if self.whole_group:
-            return await self._among(task, given)
-        case = JudgeCase.of(task, given)
-        if (known := self.without_asking(case)) is not None:
-            return known
+            return await self._among(task, transcript)
+        case = JudgeCase.from_transcript(task, transcript)
+        if (score := self.without_asking(case)) is not None:
+            return score
         if task.truth is None:
             return Score(value=None, reason="the row has no reference answer")
-        value, why = await self._meet(case.question, case.answer, text_of(task.truth))
-        return Score(value=value, reason=why)
+        value, reason = await self._meet(case.question, case.answer, text_of(task.truth))
+        return Score(value=value, reason=reason)
 
     async def _among(self, task: Task, transcripts: Sequence[Transcript]) -> list[Score]:
-        """Mean over an answer's comparisons; an empty answer is compared with none."""
-        cases = [JudgeCase.of(task, t) for t in transcripts]
-        known = [self.without_asking(c) for c in cases]
-        there = [i for i, k in enumerate(known) if k is None]
-        steps = range(1, min(self.args.opponents, len(there) - 1) + 1)
-        pairs = {(there[i], there[(i + s) % len(there)]) for i in range(len(there)) for s in steps}
+        """Return the mean over each answer's comparisons; an empty answer is not compared."""
+        cases = [JudgeCase.from_transcript(task, t) for t in transcripts]
+        scores = [self.without_asking(c) for c in cases]
+        shown = [i for i, k in enumerate(scores) if k is None]
+        steps = range(1, min(self.args.opponents, len(shown) - 1) + 1)
+        pairs = {(shown[i], shown[(i + s) % len(shown)]) for i in range(len(shown)) for s in steps}
         pairs = {(min(p), max(p)) for p in pairs}
         met = await asyncio.gather(
             *(
@@ -204,30 +205,30 @@ class PairwiseJudge(Judge):
                 for i, j in sorted(pairs)
             )
         )
-        won: dict[int, list[float]] = {i: [] for i in there}
+        won: dict[int, list[float]] = {i: [] for i in shown}
         for (i, j), (value, _) in zip(sorted(pairs), met, strict=True):
             if value is not None:
                 won[i].append(value)
                 won[j].append(1 - value)
-        why = next((w for _, w in met if w), "there is no other answer to compare with")
+        reason = next((w for _, w in met if w), "there is no other answer to compare with")
         return [
             k
             if k is not None
             else Score(
                 value=math.fsum(won[i]) / len(won[i]) if won[i] else None,
-                reason="" if won[i] else why,
+                reason="" if won[i] else reason,
             )
-            for i, k in enumerate(known)
+            for i, k in enumerate(scores)
         ]
 
-    async def _meet(self, question: str, one: str, other: str) -> tuple[float | None, str]:
-        """How far `one` is better than `other`, or None and why."""
-        if one.strip() == other.strip():
+    async def _meet(self, question: str, answer: str, other: str) -> tuple[float | None, str]:
+        """Return how much better `answer` is than `other` (0 to 1), or None and the reason."""
+        if answer.strip() == other.strip():
             return 0.5, ""
         orders = await asyncio.gather(
-            self._compare(question, one, other), self._compare(question, other, one)
+            self._compare(question, answer, other), self._compare(question, other, answer)
         )
-        if (unread := next((o.why for o in orders if o.verdict is None), None)) is not None:
+        if (unread := next((o.reason for o in orders if o.verdict is None), None)) is not None:
             return None, unread
         points = {"first": 1.0, "tie": 0.5, "second": 0.0}
         ahead, behind = (points[o.verdict["better"]] for o in orders if o.verdict is not None)
@@ -236,9 +237,10 @@ class PairwiseJudge(Judge):
         return (ahead + 1 - behind) / 2, ""
 
     async def _compare(self, question: str, first: str, second: str) -> Any:
-        def write(delimit: PromptDelimiters, one: str, other: str) -> str:
+        def write(delimit: PromptDelimiters, answer: str, other: str) -> str:
             return (
-                f"{self.args.instruction}\n\n{delimit('question', question)}\n\n{delimit('first', one)}\n\n{delimit('second', other)}\n\n"
+                f"{self.args.instruction}\n\n{delimit('question', question)}\n\n{delimit('first', answer)}\n\n"
+                f"{delimit('second', other)}\n\n"
                 f"{delimit.ask(better=self.words)}"
             )
 
@@ -246,7 +248,7 @@ class PairwiseJudge(Judge):
 
 
 class RulerArgs(JudgeArgs):
-    """`rubric`: what makes an answer good."""
+    """`rubric`: description of a good answer."""
 
     rubric: str = (
         "An answer that reaches the goal of its task is better than one that does not; "
@@ -256,31 +258,31 @@ class RulerArgs(JudgeArgs):
 
 @reward("ruler_judge")
 class RulerJudge(Judge):
-    """All answers to a task in one question, each scored from 0 to 1 beside the others.
+    """Scores all answers to a task in one question, each from 0 to 1 relative to the others.
 
-    Their order is shuffled; equal ones are shown once.
+    The order is shuffled; equal answers are shown once.
 
     Method of OpenPipe ART's RULER (relative scores need no absolute scale, and a group's advantages
     use nothing else).
     """
 
     Args = RulerArgs
-    scale = Scale(0, 1, whole=False)
+    scale = Scale(0, 1, integer=False)
     whole_group = True
 
     async def __call__(self, task: Task, transcripts: Any) -> Any:
-        cases = [JudgeCase.of(task, t) for t in transcripts]
-        known = [self.without_asking(c) for c in cases]
-        texts = sorted({c.answer.strip() for c, k in zip(cases, known, strict=True) if k is None})
+        cases = [JudgeCase.from_transcript(task, t) for t in transcripts]
+        scores = [self.without_asking(c) for c in cases]
+        texts = sorted({c.answer.strip() for c, k in zip(cases, scores, strict=True) if k is None})
         order = hashlib.blake2b(
             json.dumps([texts, REPEAT.get()]).encode("utf-8", "surrogatepass"), digest_size=8
         ).digest()
         random.Random(order).shuffle(texts)
         names = {text: f"answer {i}" for i, text in enumerate(texts, 1)}
 
-        def write(delimit: PromptDelimiters, *given: str) -> str:
+        def write(delimit: PromptDelimiters, *answers: str) -> str:
             shown = "\n\n".join(
-                delimit(name, text) for name, text in zip(names.values(), given, strict=True)
+                delimit(name, text) for name, text in zip(names.values(), answers, strict=True)
             )
             return (
                 "Score every answer to the question from 0 (worst) to 1 (best), each beside the "
@@ -290,23 +292,23 @@ class RulerJudge(Judge):
             )
 
         verdict = None
-        why = ""
+        reason = ""
         if texts:
-            found = await self.ask(write, *texts)
-            verdict = found.verdict
-            why = found.why
+            reading = await self.ask(write, *texts)
+            verdict = reading.verdict
+            reason = reading.reason
         return [
             k
             if k is not None
             else Score(
-                value=None if verdict is None else verdict[names[c.answer.strip()]], reason=why
+                value=None if verdict is None else verdict[names[c.answer.strip()]], reason=reason
             )
-            for c, k in zip(cases, known, strict=True)
+            for c, k in zip(cases, scores, strict=True)
         ]
 
 
 def text_of(truth: Any) -> str:
-    """A gold answer as a text; of {"target": ...} the target."""
+    """Convert a gold answer to text; {"target": ...} to the target's."""
     while isinstance(truth, dict) and "target" in truth:
         truth = truth["target"]
     return (

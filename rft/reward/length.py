@@ -1,4 +1,4 @@
-"""Reward for the length of an answer, to be one part of a weighted reward."""
+"""Reward for the length of an answer, for use as a part of a weighted reward."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ def length_reward(
     most: Annotated[int | None, Field(ge=1)] = None,
     slope: Annotated[float, Field(ge=0)] = 1.0,
 ) -> dict[str, float]:
-    """0 from `least` to `most` tokens of all answers, less outside in proportion to the distance,
-    at most `slope`.
+    """0 from `least` to `most` tokens of all answers, else a cost of at most `slope`.
 
-    `most` null: no upper end.  `slope`: what twice `most`, or nothing where `least` is asked,
-    costs.
+    The cost is proportional to the distance.  `most` null: no upper limit.  `slope`: the cost of
+    twice `most` tokens, or of 0 tokens with `least`.
     """
     tokens = sum(len(t.completion.tokens) for t in transcript.turns)
     short = (least - tokens) / least if tokens < least else 0.0

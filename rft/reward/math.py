@@ -1,8 +1,7 @@
 """Rewards for mathematical answers: values are compared exactly, everything else by math-verify in
-processes that can be killed.
+killable processes.
 
-A verdict comes from the one or the other or not at all: a worker that hangs or dies makes the
-reward raise, so the run is not scored.
+Invariant: without a verdict there is no score: if a worker hangs or dies the reward raises.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from rft.types.task import Task
 from rft.worker.job_pool import WorkerPool
 
 POOL = WorkerPool("math_verify", "rft.reward.math_worker")
-LONGEST = 1000  # characters of a result that math-verify is asked about
+LONGEST = 1000  # characters of a result that math-verify compares
 _TEXT = re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{([^{}]*)\}")
 _UNIT = re.compile(rf"{_TEXT.pattern}[\s.$]*$")
 _LABEL = re.compile(r"\(([A-Za-z])\)")
@@ -44,7 +43,7 @@ _SIGNS = str.maketrans(
         "−": "-",
     }
 )
-# words; of alphabets without blanks, letters
+# words, or letters of scripts without spaces
 _PROSE = re.compile(r"(?<![\\\w])[^\W\d_]{2,}|[\u0400-\u1fff\u2e80-\uffff]")
 
 
@@ -52,10 +51,9 @@ _PROSE = re.compile(r"(?<![\\\w])[^\W\d_]{2,}|[\u0400-\u1fff\u2e80-\uffff]")
 async def math_reward(
     task: Task, transcript: Transcript, *, format_score: float = 0.1, timeout_s: float = 10.0
 ) -> dict[str, float]:
-    """Accuracy 1 or 0, plus `format_score` for <think>/<answer> tags in the right place, else minus
-    it; 0 leaves the shape out.
+    """Accuracy 1 or 0, plus `format_score` for correct <think>/<answer> tags, else minus it.
 
-    The last <answer> block counts, else the whole text.
+    `format_score` 0 ignores the shape.  The last <answer> block counts, else the whole text.
     """
     parts = {
         "accuracy": await accuracy(result_of(answer_block(transcript.answer)), task, timeout_s)
@@ -84,7 +82,7 @@ async def math_boxed_reward(
 ) -> dict[str, float]:
     """1 if the last \\boxed{...} equals the truth, else 0; an answer without a box is 0.
 
-    `format_score_coef`: taken away, with `with_think`, from an answer that does not begin with
+    `format_score_coef`: subtracted, with `with_think`, unless the answer begins with
     <think>...</think>.
     """
     parts = {
@@ -98,15 +96,15 @@ async def math_boxed_reward(
 
 
 def result_of(text: str) -> Conclusion:
-    """The result that a text states: all of it where that is one value."""
+    """Return the result that a text states: the whole text if it is one value."""
     return conclusion(text) if whole_value(text) is None else Conclusion(text, True)
 
 
 async def accuracy(result: Conclusion, task: Task, timeout_s: float) -> float:
-    """1.0 if the result of an answer equals the task's truth, else 0.0.  Raises UnreadableTruth,
-    and what WorkerPool.call raises.
+    """Return 1.0 if the result of an answer equals the task's truth, else 0.0.
 
-    Of a truth in GSM8K's form, "explanation #### value", the value counts.
+    For a truth in GSM8K's form, "explanation #### value", the value counts.  Raises
+    UnreadableTruth, and the errors of WorkerPool.call.
     """
     truth = str(truth_of(task)).rpartition("####")[2].strip()
     equal = await same_result(result, truth, timeout_s)
@@ -119,7 +117,7 @@ async def accuracy(result: Conclusion, task: Task, timeout_s: float) -> float:
 
 
 async def same_result(result: Conclusion, truth: str, timeout_s: float) -> bool | None:
-    """Whether two results are equal; None for a truth that cannot be read."""
+    """Return whether two results are equal; None for an unreadable truth."""
     gold = whole_value(truth)
     text = _as_text(result.text)
     gold_text = _as_text(truth)
@@ -148,7 +146,9 @@ def _as_text(text: str) -> str:
 
 
 def _formula(text: str) -> str:
-    """As math-verify reads it: in a box, without a unit at its end, with LaTeX's names of signs."""
+    """Prepare text for math-verify: in a box, without a unit at its end, with LaTeX's names of
+    signs.
+    """
     unit = _UNIT.search(text)
     text = text if unit is None or unit_of(rewritten(unit[1])) is None else text[: unit.start()]
     return f"\\boxed{{{text.translate(_SIGNS)}}}"

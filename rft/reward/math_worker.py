@@ -1,12 +1,12 @@
-"""The process in which math-verify runs.  `python -m rft.reward.math_worker`, a worker of
-`rft.reward.math`.
+"""The worker process of `rft.reward.math` in which math-verify runs: `python -m
+rft.reward.math_worker`.
 
 math-verify's own time limit uses SIGALRM and must be off; the parent kills this process instead.
 Invariant: an answer that takes more than MEMORY_MB is an error, not a wrong answer.
 
-math-verify takes the right side of an equation and what stands before a text.  A box with an
-equation of numbers that does not hold (`3=4`), or with further numbers in a text (`4\\text{ apples,
-5 pears}`), is wrong here.
+math-verify takes the right side of an equation and the part before a text.  A box with a false
+equation of numbers (`3=4`), or with further numbers in a text (`4\\text{ apples, 5 pears}`), is
+wrong here.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from typing import Any
 from rft.reward.extract import last_boxed
 from rft.worker.process import serve
 
-MEMORY_MB = 2048  # beyond what its imports take
+MEMORY_MB = 2048  # in addition to the imports
 _TEXT_WITH_NUMBERS = re.compile(r"[^\s$]\s*\\(?:text\w*|mbox|mathrm)\s*\{[^{}]*\d[^{}]*\}")
 
 
 def load() -> Callable[[dict[str, str]], bool | None]:
-    """Imports math-verify (a second) and gives the function that answers {answer, truth}: a bool,
+    """Import math-verify (a second) and return the function that answers {answer, truth}: a bool,
     or None if the truth is unreadable.
     """
     import logging
 
-    logging.disable(logging.WARNING)  # math-verify warns that its time limit is off
+    logging.disable(logging.WARNING)  # silences the warning that the time limit is off
     from math_verify import parse, verify
 
     def parsed(text: str) -> Any:
         return _unless_it_fails(partial(parse, text, parsing_timeout=None, raise_on_error=True), [])
 
-    def equal(gold: Any, found: Any) -> bool:
+    def equal(gold: Any, answer: Any) -> bool:
         return bool(
             _unless_it_fails(
-                partial(verify, gold, found, timeout_seconds=None, raise_on_error=True), False
+                partial(verify, gold, answer, timeout_seconds=None, raise_on_error=True), False
             )
         )
 
@@ -76,7 +76,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _unless_it_fails(call: Callable[[], Any], otherwise: Any) -> Any:
-    """What math-verify does by itself, except that it also takes MemoryError for a wrong answer."""
+    """Catch errors as math-verify does, except MemoryError, which it counts as a wrong answer."""
     try:
         return call()
     except MemoryError:

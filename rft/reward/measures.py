@@ -1,7 +1,6 @@
 """Units of measure and currencies by name, so that 5 km, 5000 m and 5,000 metres are one length.
 
-Knows no text but the unit's.  A unit that is not listed here is no unit: the word counts for
-nothing.
+Knows only the text of a unit.  An unlisted word is no unit and is ignored.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ def _by_name() -> dict[str, Unit]:
 
 
 def _single(name: str) -> Unit | None:
-    """The unit of a name without powers: a symbol as it is written, a word also in the plural and
-    in capitals.
+    """Return the unit of a name without powers; symbols are case-sensitive, words may be plural or
+    capitalized.
     """
     units = _by_name()
     word = name.lower()
@@ -76,7 +75,7 @@ def _single(name: str) -> Unit | None:
 
 @lru_cache(4096)
 def unit_of(text: str) -> Unit | None:
-    """The unit that a text like km/h, m^2 or % names; None for another text."""
+    """Return the unit of a text like km/h, m^2 or %; None for other text."""
     powers: Counter[str] = Counter()
     factor = Fraction(1)
     end = 0

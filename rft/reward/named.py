@@ -1,5 +1,5 @@
-"""Which auxiliary model a reward asks, by the name in its arguments.  Knows no model: it works on a
-run's as on a configuration's.
+"""Resolve the auxiliary model that a reward names in its arguments, for running or configured
+models.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ def named(
     task: str,
     tasks: Mapping[str, str] = NO_TASKS,
 ) -> str:
-    """`name`, or that of the only model.  `tasks`: what each model is for, where that is known; it
-    must be `task` (generate or score).
+    """Return `name`, or the name of the only model.
 
-    Raises ConfigError at `key` where it is not there, or is not the only one and not named, and for
-    one of another task.
+    `tasks`: known tasks of models, which must equal `task` (generate or score).  Raises ConfigError
+    at `key` if the model is missing, ambiguous, or of another task.
     """
     different = len({id(m) for m in models.values()})
     if name is None and different != 1:
-        there = (
+        available = (
             f"{different} auxiliary models ({', '.join(models)})"
             if models
             else "no auxiliary models"
         )
-        raise ConfigError(f"there are {there}; {who} asks one, name it here", key=key)
+        raise ConfigError(f"there are {available}; {who} asks one, name it here", key=key)
     name = name or next(iter(models))
     if name not in models:
         raise ConfigError(
@@ -42,9 +41,9 @@ def named(
             key=key,
             given=name,
         )
-    if (given := tasks.get(name, task)) != task:
+    if (model_task := tasks.get(name, task)) != task:
         raise ConfigError(
-            f"{who} asks auxiliary model {name}, which is of task: {given}; write task: {task} in "
+            f"{who} asks auxiliary model {name}, which is of task: {model_task}; write task: {task} in "
             f"its entry of "
             "explorer.auxiliary_models, or name another",
             key=key,

@@ -1,10 +1,10 @@
-"""A penalty for answers that come near the longest length, laid over any reward.  arXiv:2503.14476,
-section 3.4
+"""A penalty for answers near the maximum length, added to any reward.  arXiv:2503.14476, section
+3.4
 
     penalty = min(0, (max_response_length - cache_length - n) / cache_length) * penalty_factor        n = tokens of the answer
 
-so an answer that ends before the last `cache_length` tokens costs nothing, and one of the full
-length, or all turns of a run together that are longer, cost `penalty_factor`.
+An answer that ends before the last `cache_length` tokens costs nothing; an answer of full length,
+or turns of a run that are longer in total, cost `penalty_factor`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rft.types.task import Task
 
 
 class OverlongArgs(BaseModel):
-    """`max_response_length` null: the taskset's longest response.  Lengths in tokens."""
+    """`max_response_length` null: the taskset's maximum response.  Lengths in tokens."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     enable_overlong_penalty: bool = False
@@ -29,7 +29,7 @@ class OverlongArgs(BaseModel):
 
 
 class Shaped(ChangedReward):
-    """`inner` plus the penalty, which is also the part `overlong`."""
+    """Adds the penalty to the inner reward; the penalty is also the part `overlong`."""
 
     def __init__(self, inner: Reward, shape: OverlongArgs) -> None:
         super().__init__(inner, self._shorten)
@@ -39,30 +39,30 @@ class Shaped(ChangedReward):
         penalty(self.shape, 0, task.sampling.max_tokens)
         super().check_task(task, transcript)
 
-    def _shorten(self, task: Task, transcript: Transcript, given: Score) -> Score:
-        if given.value is None:
-            return given
+    def _shorten(self, task: Task, transcript: Transcript, score: Score) -> Score:
+        if score.value is None:
+            return score
         cost = penalty(
             self.shape,
             sum(len(t.completion.tokens) for t in transcript.turns),
             task.sampling.max_tokens,
         )
         return Score(
-            value=given.value + cost, parts={**given.parts, "overlong": cost}, reason=given.reason
+            value=score.value + cost, parts={**score.parts, "overlong": cost}, reason=score.reason
         )
 
 
 def penalty(shape: OverlongArgs, length: int, max_tokens: int) -> float:
-    """From -penalty_factor to 0.  Raises ConfigError where the cache is longer than an answer: an
-    empty one would cost something.
+    """Return the penalty, from -penalty_factor to 0.  Raises ConfigError if the cache exceeds the
+    longest answer, since then an empty answer would be penalized.
     """
     longest = shape.max_response_length or max_tokens
     if shape.cache_length > longest:
-        why = (
+        text = (
             f"the overlong penalty's cache_length is longer than the longest answer ({longest} "
             f"tokens); write at most that"
         )
-        raise ConfigError(why, key="cache_length", given=shape.cache_length)
+        raise ConfigError(text, key="cache_length", given=shape.cache_length)
     return (
         min(0.0, max(-1.0, (longest - shape.cache_length - length) / shape.cache_length))
         * shape.penalty_factor

@@ -1,7 +1,8 @@
-"""What a reward reads in an answer and in the truth: the truth of a row, and notes of it for `rft
-debug reward --explain`.
+"""Values that a reward reads in an answer and in the truth, recorded for `rft debug reward
+--explain`.
 
-Knows no reward.  Invariant: a truth that cannot be read raises; no answer is ever compared with it.
+Knows no reward.
+Invariant: an unreadable truth raises; no answer is ever compared with it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from rft.types.task import Task
 
 class UnreadableTruth(ValueError):
     """The truth of a row cannot be compared with any answer; `rft check` and `rft data audit`
-    refuse it.
+    reject it.
     """
 
 
 class AnswerReading(NamedTuple):
-    """What was compared: `part` names the part of the answer, `text` is that part, `value` what it
-    was read as (None: nothing).
+    """One comparison: `part` names the part of the answer, `text` is its text, `value` the value
+    read (None: nothing).
     """
 
     part: str
@@ -37,9 +38,7 @@ _READINGS: ContextVar[list[AnswerReading] | None] = ContextVar("readings", defau
 
 @contextmanager
 def explained() -> Iterator[list[AnswerReading]]:
-    """The list to which rewards add what they read inside, in this task and in those that it
-    starts.
-    """
+    """Yield the list that collects readings inside the block, of this task and of tasks it starts."""
     readings: list[AnswerReading] = []
     before = _READINGS.set(readings)
     try:
@@ -51,21 +50,21 @@ def explained() -> Iterator[list[AnswerReading]]:
 def note(
     part: str, text: str | None, value: object, truth: object = None, right: bool | None = None
 ) -> None:
-    """Keep an `AnswerReading`; outside of `explained` nothing is kept."""
+    """Record an `AnswerReading`; outside of `explained` nothing is recorded."""
     readings = _READINGS.get()
     if readings is not None:
         readings.append(AnswerReading(part, text, value, truth, right))
 
 
 def truth_of(task: Task) -> Any:
-    """The gold answer of a row.  Raises UnreadableTruth without one."""
+    """Return the gold answer of a row.  Raises UnreadableTruth without one."""
     if task.truth is None:
         raise UnreadableTruth(f"{where(task)} has no truth; name its column in format.response_key")
     return task.truth
 
 
 def unreadable(task: Task, what: str) -> UnreadableTruth:
-    """The error for a truth that is not `what` it has to be."""
+    """Return the error for a truth that is not `what`."""
     return UnreadableTruth(
         f"the truth of {where(task)} is {str(task.truth)[:80]!r}; it must be {what}"
     )

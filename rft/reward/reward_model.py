@@ -1,5 +1,5 @@
-"""Reward of a trained model: an auxiliary model with `task: score` is shown the whole chat, and its
-raw number is the reward.
+"""Reward of a trained model: an auxiliary model with `task: score` gets the whole chat, and its raw
+number is the reward.
 
 buffer.explorer_input.default_reward_fn_type: reward_model
 explorer.auxiliary_models: [{name: rm, model_path: ..., task: score}]
@@ -19,8 +19,10 @@ from rft.types.task import Task
 
 
 class RewardModelArgs(BaseModel):
-    """`model`: name of the auxiliary model; null: the only one.  `label`: which of several numbers
-    it gives.  value = scale x number.
+    """`model`: name of the auxiliary model; null: the only one.  `label`: index among several
+    numbers.
+
+    value = scale x number.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -31,8 +33,9 @@ class RewardModelArgs(BaseModel):
 
 @reward("reward_model", args=RewardModelArgs)
 class RewardModel(Reward):
-    """The chat is what was said in the last call and its answer, rendered with the model's own
-    template and tokenizer.
+    """Score of a trained reward model for the messages of the last call and its answer.
+
+    The chat is rendered with the model's own template and tokenizer.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class RewardModel(Reward):
         self._model = models[self._named(models)]
 
     def gold_answer(self, task: Task) -> None:
-        """`rft check` starts no models."""
+        """Return None: `rft check` starts no models."""
 
     async def __call__(self, task: Task, transcript: Transcript) -> Score:
         assert self._model is not None, "prepare comes first"

@@ -1,6 +1,4 @@
-"""The folder of the run that rewards are called for, for those that keep a file there.  None
-outside of a run.
-"""
+"""The folder of the current run, for rewards that keep files there; None outside a run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""One spelling of a text that can be typed in several ways: width, accents, digits, dashes, quotes,
-blanks.
+"""Normalize texts that can be typed in several ways: width, accents, digits, dashes, quotes,
+spaces.
 
-Knows no reward and no notation of numbers.  Invariant: a text is read once, so that no answer can
-make it slow.
+Knows no reward and no notation of numbers.
+Invariant: a text is read once, so that no answer can make it slow.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LINES = re.compile(r" ?\n\s*")
 
 
 class _Spelling(dict[int, str | None]):
-    """For `str.translate`: the usual character for each one that looks or means the same."""
+    """For `str.translate`: the usual character for each that looks or means the same."""
 
     def __missing__(self, code: int) -> str | None:
         char = chr(code)
@@ -29,7 +29,7 @@ class _Spelling(dict[int, str | None]):
         elif kind in ("Pd", "Zs"):
             usual = "-" if kind == "Pd" else " "
         elif kind == "Cf":
-            usual = None  # invisible: joiners, marks of direction, soft hyphens
+            usual = None  # invisible: joiners, direction marks, soft hyphens
         return self.setdefault(code, usual)
 
 
@@ -39,8 +39,8 @@ _SPELLING = _Spelling(
 
 
 def normalized(text: str) -> str:
-    """`text` in Unicode's NFKC, with ASCII digits, dashes and quotes, single blanks, 10² as 10^2
-    and 1½ as 1 1/2.
+    """Return `text` in Unicode's NFKC, with ASCII digits, dashes and quotes, single spaces, 10² as
+    10^2 and 1½ as 1 1/2.
     """
     if not text.isascii():
         text = _VULGAR.sub(lambda m: f" {m[0]}", text)

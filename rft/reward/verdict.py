@@ -1,8 +1,9 @@
-"""The verdict in a judge's reply: one JSON object at its end, on lines of its own, every field on
-its scale; anything else is unreadable.
+"""Read the verdict in a judge's reply: one JSON object at its end, on lines of its own, every field
+on its scale.  Anything else is unreadable.
 
-Knows no model.  Invariant: a verdict without the key of the call, a second one, or one with a word
-after it is never read.
+Knows no model.
+Invariant: a verdict without the key of the call, a second verdict, or a verdict followed by text is
+never accepted.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _OBJECT = re.compile(r"^[ \t]*\{", re.MULTILINE)
 
 
 class UnreadableVerdict(Exception):
-    """A reply without a readable verdict; the message says why."""
+    """A reply without a readable verdict; the message gives the reason."""
 
 
 def read(reply: str, delimit: PromptDelimiters) -> dict[str, Any]:
-    """The verdict's fields.  Raises UnreadableVerdict."""
+    """Return the verdict's fields.  Raises UnreadableVerdict."""
     text = split_thought(reply).answer.strip()
     if text.endswith("```"):  # a fenced block at the very end
         text = text[:-3].rstrip()
@@ -49,26 +50,26 @@ def read(reply: str, delimit: PromptDelimiters) -> dict[str, Any]:
     opened = [line.start() for line in _OBJECT.finditer(text)]
     last = text[opened[-1] :] if opened and text.endswith("}") else text.splitlines()[-1].strip()
     try:
-        found = json.loads(last, object_pairs_hook=no_key_twice, parse_constant=_no_constant)
+        verdict = json.loads(last, object_pairs_hook=no_key_twice, parse_constant=_no_constant)
     except (ValueError, RecursionError) as e:
         raise UnreadableVerdict(
             f"the last line is no verdict ({str(e)[:80]}): {last[:120]!r}"
         ) from None
-    if not isinstance(found, dict) or found.pop("key", None) != delimit.key:
+    if not isinstance(verdict, dict) or verdict.pop("key", None) != delimit.key:
         raise UnreadableVerdict(f"the last line does not have the key of this call: {last[:120]!r}")
-    if found.keys() != delimit.fields.keys():
+    if verdict.keys() != delimit.fields.keys():
         raise UnreadableVerdict(
-            f"the verdict has {', '.join(map(str, found)) or 'nothing'} instead of "
+            f"the verdict has {', '.join(map(str, verdict)) or 'nothing'} instead of "
             f"{', '.join(delimit.fields)}"
         )
     try:
-        return {name: field.check(found[name]) for name, field in delimit.fields.items()}
+        return {name: field.check(verdict[name]) for name, field in delimit.fields.items()}
     except ValueError as e:
         raise UnreadableVerdict(str(e)[:200]) from None
 
 
 def says_nothing(answer: str) -> bool:
-    """Whether an answer has no letter and no digit, or is only the opening of one; such texts can
+    """Return whether an answer has no letter or digit, or is only an opening phrase; such texts can
     talk a judge into full marks.
     """
     text = answer.strip()

@@ -9,6 +9,7 @@ reward_fn_args:
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,8 +24,8 @@ from rft.types.task import Task
 
 
 class PartArgs(BaseModel):
-    """`optional`: an answer that this reward leaves unscored is scored by the others; else it is
-    unscored altogether.
+    """`optional`: if this reward leaves an answer unscored, the other rewards score it; else the
+    answer is unscored.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -41,77 +42,82 @@ class WeightedArgs(BaseModel):
 
 @reward("weighted_reward", args=WeightedArgs)
 class WeightedReward(Reward):
-    """The sum of weight x value.  Every value is kept as a part under its name, its own parts as
-    NAME/PART.
-    """
+    """The sum of weight x value.  Each value is a part under its name, its own parts are NAME/PART."""
 
     def __init__(self, rewards: dict[str, PartArgs]) -> None:
-        from rft.reward.build_reward import build  # which finds this file among the plugins
+        from rft.reward.build_reward import (
+            build,
+        )  # it imports this file
 
         self._parts = {name: PartArgs.model_validate(part) for name, part in rewards.items()}
-        self._made: dict[str, Reward] = {
+        self._rewards: dict[str, Reward] = {
             name: build(part.reward, part.args, key=f"rewards.{name}.args")
             for name, part in self._parts.items()
         }
-        self.whole_group = any(made.whole_group for made in self._made.values())
+        self.whole_group = any(inner.whole_group for inner in self._rewards.values())
 
     async def __call__(self, task: Task, transcript: Any) -> Any:
         transcripts: Sequence[Transcript] = transcript if self.whole_group else [transcript]
         columns = await asyncio.gather(
-            *(score_each(made, task, transcripts) for made in self._made.values())
+            *(score_each(inner, task, transcripts) for inner in self._rewards.values())
         )
         sums = [
-            self._sum(dict(zip(self._made, scores, strict=True)))
+            self._sum(dict(zip(self._rewards, scores, strict=True)))
             for scores in zip(*columns, strict=True)
         ]
         return sums if self.whole_group else sums[0]
 
     def _sum(self, scores: dict[str, Score]) -> Score:
         parts: dict[str, float] = {}
-        terms = []
+        weights: dict[str, float] = {}
         reasons = []
-        for name, given in scores.items():
-            parts |= {f"{name}/{n}": v for n, v in given.parts.items()}
-            if given.reason:
-                reasons.append(f"{name}: {given.reason}")
-            if given.value is not None:
-                parts[name] = given.value
-                terms.append(self._parts[name].weight * given.value)
+        for name, score in scores.items():
+            parts |= {f"{name}/{n}": v for n, v in score.parts.items()}
+            if score.reason:
+                reasons.append(f"{name}: {score.reason}")
+            if score.value is not None:
+                parts[name] = score.value
+                weights[name] = self._parts[name].weight
             elif not self._parts[name].optional:
                 return Score(
                     value=None,
                     parts=parts,
-                    reason=f"{name} is unscored: {given.reason or 'no reason given'}",
+                    reason=f"{name} is unscored: {score.reason or 'no reason score'}",
                 )
-        return Score(
-            value=math.fsum(terms) if terms else None, parts=parts, reason="; ".join(reasons)
-        )
+        value = math.fsum(weights[name] * parts[name] for name in weights) if weights else None
+        return Score(value=value, parts=parts, reason="; ".join(reasons), weights=weights)
 
     def check_models(self, models: Mapping[str, object], tasks: Mapping[str, str]) -> None:
-        for made in self._made.values():
-            made.check_models(models, tasks)
+        for inner in self._rewards.values():
+            inner.check_models(models, tasks)
 
     def check_task(self, task: Task, transcript: Transcript) -> None:
-        for name, made in self._made.items():
+        for name, inner in self._rewards.items():
             try:
-                made.check_task(task, transcript)
+                inner.check_task(task, transcript)
             except ConfigError as e:
                 raise ConfigError(
                     e.message, key=f"rewards.{name}.args.{e.key}".rstrip("."), given=e.given
                 ) from None
 
+    def questions(
+        self, task: Task, transcript: Transcript, models: Mapping[str, object]
+    ) -> list[tuple[str, list[dict[str, Any]]]]:
+        asked = (inner.questions(task, transcript, models) for inner in self._rewards.values())
+        return list(itertools.chain.from_iterable(asked))
+
     def remarks(self) -> list[str]:
-        return [line for made in self._made.values() for line in made.remarks()]
+        return [line for inner in self._rewards.values() for line in inner.remarks()]
 
     def gold_answer(self, task: Task) -> str | None:
-        """That of the first part that has its own."""
-        found = [made.gold_answer(task) for made in self._made.values()]
-        return next((gold for gold in found if gold is not THE_TRUTH), THE_TRUTH)
+        """Return the gold answer of the first part with its own."""
+        answers = [inner.gold_answer(task) for inner in self._rewards.values()]
+        return next((gold for gold in answers if gold is not THE_TRUTH), THE_TRUTH)
 
     async def prepare(self, models: Mapping[str, ChatModel]) -> None:
-        for made in self._made.values():
-            await hook(made.prepare, models)
+        for inner in self._rewards.values():
+            await hook(inner.prepare, models)
 
     async def close(self) -> None:
-        for made in self._made.values():
-            await hook(made.close)
+        for inner in self._rewards.values():
+            await hook(inner.close)

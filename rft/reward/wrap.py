@@ -1,6 +1,4 @@
-"""A reward laid over another one: every score of the inner reward is changed, everything else is
-passed on.
-"""
+"""A reward that changes every score of another reward and passes on everything else."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ Change = Callable[[Task, Transcript, Score], Score]
 
 
 class ChangedReward(Reward):
-    """`inner`, each of its scores passed through `change`."""
+    """Passes each score of `inner` through `change`."""
 
     def __init__(self, inner: Reward, change: Change) -> None:
         self._inner = inner

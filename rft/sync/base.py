@@ -1,12 +1,11 @@
-"""The seam through which weights leave the trainer: a transport stages a version as bytes that
+"""The interface through which weights leave the trainer: a transport stages a version as bytes that
 every engine can read.
 
-Knows neither trainer nor engine. The one invariant: `stage` never writes into bytes of a version
-that an engine may still have to read. Those are the version staged last and the one before it (the
-roll-back target), unless `release` gave them free.
-
-The blob is the tensors' bytes, row-major and little-endian, each at a multiple of 64;
-`WeightManifest` holds the offsets.
+Knows neither trainer nor engine. Invariant: `stage` never writes into bytes of a version that an
+engine may still read.  Those are the version staged last and the one before it (the roll-back
+target), unless `release` freed them.
+The bytes are the tensors', row-major and little-endian, each at a multiple of 64; `WeightManifest`
+has the offsets.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from rft.plugins import kind
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import SyncConfig
 from rft.types.ids import Version
 from rft.types.ports import WeightManifest
 
@@ -27,47 +26,46 @@ transport = kind("transport")
 
 
 class Transport(Protocol):
-    """Called in the trainer's rank 0 process, from one thread at a time."""
+    """Weight transport; called in the trainer's rank 0 process, from one thread at a time."""
 
     def stage(
         self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]
     ) -> WeightManifest:
         """Copy `tensors` (Hugging Face name, full tensor of any device and float type; an iterator
-        may make them one by one).
+        may create them one by one).
 
-        `tied` maps a name that is not in `tensors` to the one that is.  The bytes are kept as
-        given, never converted. Raises WeightSyncFailed on a non-finite value, a repeated name, or
-        other names, types or shapes than the version before.
+        `tied` maps a name missing in `tensors` to the name of the same tensor.  Bytes are never
+        converted. Raises WeightSyncFailed on a non-finite value, a repeated name, or names, types
+        or shapes that differ from the previous version.
         """
         ...
 
     def release(self, version: Version) -> None:
-        """No engine reads `version` any more, now or for a roll-back: its bytes may be reused or
-        removed.  Unknown: no effect.
+        """Free the bytes of `version`, which no engine reads any more, not even for a roll-back.
 
-        The caller releases the old version after `publish` of the new one returned, and the new one
-        after it failed.
+        An unknown version has no effect. The caller releases the old version after publishing the
+        new one, and the new one after its failure.
         """
         ...
 
     def close(self) -> None:
-        """Give every byte back; manifests are of no use afterwards.  May be called twice."""
+        """Free all bytes and invalidate the manifests.  May be called twice."""
         ...
 
 
 class OwnTransport(Transport, Protocol):
-    """One from outside, named by `sync_method: pkg.module:Name` or `path/file.py:Name`; made with
-    settings and the run's `sync` folder.
+    """A transport plugin, named by `sync_method: pkg.module:Name` or `path/file.py:Name`.
+
+    Constructed with the section and the run's sync folder.
     """
 
-    def __init__(self, settings: SyncSettings, folder: Path) -> None: ...
+    def __init__(self, settings: SyncConfig, folder: Path) -> None: ...
 
     @staticmethod
     def fetch(manifest: WeightManifest) -> bytearray | memoryview:
-        """In each engine worker's process: the bytes of a version, as `manifest` places them.  They
-        are compared with its hashes.
+        """Return a version's bytes in the manifest's layout; called in each engine worker.
 
-        `manifest.version.published` is the version that was staged; a repeated attempt to serve it
-        has another label.
+        The worker compares them with the manifest's hashes. `manifest.version.published` is the
+        staged version; a repeated attempt to serve it has another label.
         """
         ...

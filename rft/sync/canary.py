@@ -1,37 +1,36 @@
-"""Does an engine really serve the weights it claims to?  Compares log-probs of tokens it just
-generated with the trainer's.
+"""Verify that an engine serves the weights it claims: compare log-probs of tokens it just generated
+with the trainer's.
 
-Knows neither how weights travel nor when. The one invariant: a verdict rests only on tokens the
-engine generated under the version in question, never on what it reports about itself.
+Knows neither the transport nor the schedule of weights. Invariant: a verdict depends only on tokens
+that the engine generated under the version in question, never on the engine's own report.
 
-Why a stale engine cannot pass once the step moved the probe. Let y' be the tokens of the previous
-version's probe, E' the engine's log-probs of them then, S the trainer's log-probs under the new
-weights, and d = max |S(y') - E'(y')|, how far the step moved the probe (at most `limit` of it is
-the engine's own error). Prompts and seeds never change, so an engine that still serves the old
+Why a stale engine cannot pass once the step moved the probe: let y' be the tokens of the previous
+version's probe, E' the engine's log-probs of them at that time, S the trainer's log-probs under the
+new weights, and d = max |S(y') - E'(y')|, how far the step moved the probe (at most `limit` of it
+is the engine's own error). Prompts and seeds never change, so an engine that still serves the old
 weights draws y' again and reports E'(y') up to its repetition noise n, and its error is, by the
 triangle inequality,
 
     max |S(y') - E_now(y')|  >=  max |S(y') - E'(y')| - max |E'(y') - E_now(y')|  >=  d - n.
 
 `limit` is at least 5 times the error of the first version, and n is at most twice that error (two
-runs, each that near to the truth), so n < limit, and for d > 3 * limit the error is above 2 *
-limit: the probe fails. Where d is smaller the verdict says `below_noise`, and hashes and
-packed-layer probes have to carry the proof. (If noise makes it draw another token, everything
-before is still compared.)
+runs, each within it), so n < limit, and for d > 3 * limit the error is above 2 * limit: the probe
+fails. For smaller d the verdict says `below_noise`, and hashes and packed-layer probes must provide
+the proof. (If noise makes the engine draw another token, the tokens before it are still compared.)
 
-A partly stale engine is no different from any wrong one: its own tokens are scored by the trainer,
-and the difference must be in limits.
+A partly stale engine is like any wrong engine: the trainer scores its tokens, and the difference
+must be within the limits.
 
-Source of the limits: float32 engines and trainers agree to 1e-5..1e-4 nats; 1e-3 is the stop limit
-of the first version.  In shorter types the mean over the tokens is judged (and the largest, with a
-wide limit), and the limits are multiples of the noise of this model, see `rft.types.noise`: the
-trainer, whose arithmetic is proven when it loads the model, scores the first version's tokens once
-more with other roundings.  What is said above holds for means as for maxima, up to the first token
-that is drawn otherwise; behind it other tokens of the same weights are compared.
+Source of the limits: float32 engines and trainers agree to 1e-5..1e-4 nats; 1e-3 is the limit for
+the first version.  In shorter types the verdict uses the mean over the tokens (and the largest,
+with a wide limit), and the limits are multiples of this model's noise, see `rft.types.noise`: the
+trainer, whose arithmetic is proven when it loads the model, scores the first version's tokens a
+second time with other roundings.  The argument above holds for means as for maxima, up to the first
+token drawn differently; after it, other tokens of the same weights are compared.
 
-With router replay the trainer scores a probe through the experts that the engine chose: of two
-experts with equal weights either may be taken, which moves a log-prob by whole nats and says
-nothing of the weights.  That the routers' own weights arrived is told by hashes and layer probes.
+With router replay the trainer scores a probe through the engine's choice of experts: of two experts
+with equal weights either may be chosen, which moves a log-prob by whole nats and says nothing about
+the weights.  Hashes and layer probes show that the routers' weights arrived.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rft.errors import ConfigError, WeightSyncFailed
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import SyncConfig, SyncRuntime
 from rft.types.completion import Completion
 from rft.types.ids import Version
 from rft.types.noise import Difference, allowed
@@ -56,7 +55,7 @@ from rft.types.task import SamplingArgs
 log = logging.getLogger(__name__)
 
 MIN_TOKENS = 64
-# in float32 at least so many tokens of the previous probe tell how far the version moved it
+# float32: least tokens of the previous probe that measure how far the version moved it
 MOVED_TOKENS = 16
 KEY = "synchronizer.canary_tolerance"
 _STALE = ", which is what an engine with the old weights would show"
@@ -64,10 +63,9 @@ _SEED = 20_000  # prompt i is always drawn with seed _SEED + i
 
 
 class Probe(Struct, frozen=True):
-    """What one engine generated for the probe prompts: per prompt int32 [R] tokens and float32 [R]
-    log-probs.
+    """An engine's completions of the probe prompts: int32 [R] tokens, float32 [R] log-probs each.
 
-    `experts`: which they went through, where the engine tells.
+    `experts`: the chosen experts, if the engine reports them.
     """
 
     version: Version
@@ -81,8 +79,8 @@ class Probe(Struct, frozen=True):
         return sum(len(t) for t in self.tokens)
 
     def first(self, tokens: int) -> Probe:
-        """Its first prompts, at least two (they take turns in temperature), until `tokens` were
-        generated for them.
+        """Return the first prompts, at least two (temperatures alternate), with at least `tokens`
+        generated tokens in total.
         """
         ends = np.cumsum([len(t) for t in self.tokens])
         n = max(2, int(np.searchsorted(ends, tokens)) + 1)
@@ -92,11 +90,11 @@ class Probe(Struct, frozen=True):
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """A passed canary, nats.  `moved` = how far the version moved the previous probe's log-probs (0
-    for the first version).
+    """A passed canary, in nats.
 
-    `noise`: what other roundings did to the trainer's when the run began; None in float32, where it
-    is not measured.
+    `moved`: how far the version moved the previous probe's log-probs (0 for the first version).
+    `noise`: effect of other roundings on the trainer's log-probs at the start of the run; None in
+    float32, where it is not measured.
     """
 
     error: Difference
@@ -108,48 +106,57 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
 
 class Canary:
-    """Probes of `prompts` (token ids).  With `kv_cache: keep` they must be shorter than a cache
-    block.
+    """Checks engines with the probe `prompts` (token ids).
+
+    With `kv_cache: keep` prompts must be shorter than a cache block.
     """
 
     def __init__(
-        self, settings: SyncSettings, prompts: Sequence[Sequence[int]], scorer: Scorer
+        self,
+        config: SyncConfig,
+        runtime: SyncRuntime,
+        prompts: Sequence[Sequence[int]],
+        scorer: Scorer,
     ) -> None:
-        asked = len(prompts) * settings.canary_tokens
-        if asked < MIN_TOKENS or not all(len(p) for p in prompts):
+        probe_tokens = len(prompts) * runtime.canary_tokens
+        if probe_tokens < MIN_TOKENS or not all(len(p) for p in prompts):
             raise ConfigError(
-                f"{len(prompts)} prompts x {settings.canary_tokens} tokens = {asked} probe tokens; "
+                f"{len(prompts)} prompts x {runtime.canary_tokens} tokens = {probe_tokens} probe tokens; "
                 f"at least {MIN_TOKENS} "
                 "are needed, and no prompt may be empty. Raise canary_prompts or canary_tokens.",
                 key="synchronizer",
             )
         self._prompts = tuple(tuple(int(t) for t in p) for p in prompts)
-        self._num_tokens = settings.canary_tokens
-        self._temperature = settings.canary_temperature or 1.0
-        self._settings = settings
-        self._exact = settings.canary_dtype == "float32"
+        self._num_tokens = runtime.canary_tokens
+        self._temperature = runtime.canary_temperature or 1.0
+        self._tolerance = config.canary_tolerance
+        self._runtime = runtime
+        self._exact = runtime.canary_dtype == "float32"
         self._noise: Difference | None = None
-        self._first: Difference | None = None  # the first version's error
+        self._first: Difference | None = None  # error of the first version
         self._scorer = scorer
 
     @property
     def limit(self) -> Difference:
-        """What passes: for the first version that of the type or of the noise; then its error
+        """Return the largest allowed difference.
+
+        For the first version it follows from the type or the noise; later the first version's error
         counts, too.
         """
         first = self._first or Difference(0.0, 0.0)
         if self._exact:
-            largest = max(self._settings.canary_limit, 5 * first.largest)
+            largest = max(self._runtime.canary_limit, 5 * first.largest)
             return Difference(largest, largest)
         assert self._noise is not None, "measured with the first version"
         noise = Difference(
             max(self._noise.mean, first.mean), max(self._noise.largest, first.largest)
         )
-        return allowed(noise, self._settings.canary_dtype, self._settings.canary_tolerance)
+        return allowed(noise, self._runtime.canary_dtype, self._tolerance)
 
     async def probe(self, engine: Engine, version: Version) -> Probe:
-        """Let `engine` generate.  Raises WeightSyncFailed when the answer is unusable or says it is
-        of another version.
+        """Let `engine` generate a probe.
+
+        Raises WeightSyncFailed for an unusable answer or one labelled with another version.
         """
         done = await asyncio.gather(
             *(engine.generate(self._request(i, version)) for i in range(len(self._prompts)))
@@ -163,11 +170,11 @@ class Canary:
         *,
         names: Sequence[int] | None = None,
     ) -> Verdict:
-        """One call of the scorer judges all engines' `probes`, and how far the version moved the
-        `previous` ones.
+        """Judge all engines' `probes`, and how far the version moved the `previous` ones, with one
+        call of the scorer.
 
-        Raises WeightSyncFailed naming the engine by its place in `probes` (or among `names`), the
-        difference and the limit.
+        Raises WeightSyncFailed naming the engine by its index in `probes` (or its entry in
+        `names`), the difference and the limit.
         """
         if self._exact:
             previous = [p.first(MOVED_TOKENS) for p in previous]
@@ -188,18 +195,18 @@ class Canary:
             raise WeightSyncFailed(
                 f"engine {worst if names is None else names[worst]}: its log-probs of "
                 f"{probes[worst].num_tokens} generated tokens "
-                f"differ from the trainer's by {self._said(error)}, allowed are "
-                f"{self._said(limit)}{self._source()}; "
+                f"differ from the trainer's by {self._text(error)}, allowed are "
+                f"{self._text(limit)}{self._source()}; "
                 f"the version moved them by {moved:.2e}{_STALE if stale else ''}"
             )
         if self._first is None:
             self._first = error
             log.info(
                 "canary: the first version differs by %s, allowed are %s%s; from now on %s",
-                self._said(error),
-                self._said(limit),
+                self._text(error),
+                self._text(limit),
                 self._source(),
-                self._said(self.limit),
+                self._text(self.limit),
             )
         return Verdict(
             error=error,
@@ -210,28 +217,28 @@ class Canary:
             noise=self._noise,
         )
 
-    def _judged(self, found: Difference) -> float:
-        return found.largest if self._exact else found.mean
+    def _judged(self, difference: Difference) -> float:
+        return difference.largest if self._exact else difference.mean
 
-    def _said(self, found: Difference) -> str:
-        return f"{found.largest:.2e} nats at most" if self._exact else str(found)
+    def _text(self, difference: Difference) -> str:
+        return f"{difference.largest:.2e} nats at most" if self._exact else str(difference)
 
     def _source(self) -> str:
-        """Of the limit in shorter types."""
+        """Describe the limit in shorter types."""
         if self._noise is None:
             return ""
-        s = self._settings
         return (
-            f" ({KEY} {s.canary_tolerance:g} x the noise of this model in {s.canary_dtype}, "
+            f" ({KEY} {self._tolerance:g} x the noise of this model in "
+            f"{self._runtime.canary_dtype}, "
             f"{self._noise})"
         )
 
     def prove_same(self, now: Probe, before: Probe) -> None:
-        """Raises WeightSyncFailed unless `now` is what the weights of `before` say: a roll-back
-        verified without the trainer.
+        """Raise WeightSyncFailed unless `now` matches the probe `before`: a roll-back's proof.
 
-        Same prompts and seeds draw the same tokens; where noise made one differ, the prompt is
-        compared up to there, and of all tokens half must be comparable, in shorter types a quarter.
+        It needs no trainer: same prompts and seeds draw the same tokens.  If noise changes a token,
+        the prompt is compared up to it; half of all tokens must be comparable, in shorter types a
+        quarter.
         """
         compared = _comparable(now, before)
         if (2 if self._exact else 4) * len(compared) < before.num_tokens:
@@ -239,11 +246,11 @@ class Canary:
                 f"only {len(compared)} of {before.num_tokens} probe tokens are those that "
                 f"{before.version} generated"
             )
-        error = Difference.of(compared)
+        error = Difference.from_values(compared)
         if not error.within(self.limit):
             raise WeightSyncFailed(
-                f"log-probs differ from those of {before.version} by {self._said(error)}, allowed "
-                f"are {self._said(self.limit)}"
+                f"log-probs differ from those of {before.version} by {self._text(error)}, allowed "
+                f"are {self._text(self.limit)}"
             )
 
     def _request(self, index: int, version: Version) -> GenerateRequest:
@@ -260,15 +267,14 @@ class Canary:
         )
 
     def _temperature_of(self, index: int) -> float:
-        """Prompts take turns between 1 and the temperature of training, at which dtypes can differ
-        too.
+        """Return a prompt's temperature: alternately 1 and that of training.
+
+        Dtypes may differ more at the temperature of training.
         """
         return self._temperature if index % 2 else 1.0
 
     async def _score(self, probes: Sequence[Probe]) -> list[tuple[np.ndarray, ...]]:
-        """Per probe and prompt float32 [R]; equal sequences (engines that drew the same) are scored
-        once.
-        """
+        """Return scores per probe and prompt, float32 [R]; equal sequences are scored once."""
         rows: dict[bytes, tuple[int, ScoreRow]] = {}
         places: list[list[int]] = []
         for probe in probes:
@@ -293,7 +299,7 @@ class Canary:
                 )
         if self._first is None and not self._exact:
             otherwise = [
-                replace(row, rounded=self._settings.canary_dtype) for _, row in rows.values()
+                replace(row, rounded=self._runtime.canary_dtype) for _, row in rows.values()
             ]
             self._noise = _difference(scores, await self._scorer.score(otherwise))
         return [tuple(scores[i] for i in place) for place in places]
@@ -312,18 +318,18 @@ def _probe(completions: Sequence[Completion], version: Version) -> Probe:
 
 
 def _comparable(now: Probe, before: Probe) -> np.ndarray:
-    """Differences of the log-probs of two probes of the same prompts and seeds, of each prompt up
-    to the first token that differs.
+    """Return the log-prob differences of two probes of the same prompts and seeds, for each prompt
+    up to the first different token.
     """
-    found = []
+    differences = []
     for ours, theirs, a, b in zip(
         now.tokens, before.tokens, now.logprobs, before.logprobs, strict=True
     ):
         n = min(len(ours), len(theirs))
         differ = np.flatnonzero(ours[:n] != theirs[:n])
         n = int(differ[0]) if len(differ) else n
-        found.append(a[:n].astype(np.float64) - b[:n])
-    return np.concatenate(found)
+        differences.append(a[:n].astype(np.float64) - b[:n])
+    return np.concatenate(differences)
 
 
 def _check_answer(completion: Completion, version: Version) -> None:
@@ -343,6 +349,6 @@ def _check_answer(completion: Completion, version: Version) -> None:
 
 
 def _difference(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> Difference:
-    return Difference.of(
+    return Difference.from_values(
         np.concatenate([a.astype(np.float64) - b for a, b in zip(ours, theirs, strict=True)])
     )

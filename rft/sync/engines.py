@@ -1,8 +1,7 @@
-"""The set of engines: which belong to it, how all of them are asked at once, and how one that died
-is restarted.
+"""The set of engines: membership, calls to all engines, and restarts of dead ones.
 
-Knows neither versions nor schedules.  Invariant: an engine's number is never used again, and every
-question has a deadline.
+Knows neither versions nor schedules.  Invariant: an engine's number is never reused, and every call
+has a deadline.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ Restart = Callable[[int], Awaitable[None]]
 
 
 class NoEngines(Exception):
-    """All engines that were asked have left."""
+    """All called engines have left."""
 
 
 class Rejected(Exception):
-    """One attempt failed."""
+    """An attempt failed."""
 
 
 class Died(Rejected):
-    """Because an engine has to be restarted: nothing is said against the weights."""
+    """An attempt failed because an engine must be restarted; the weights are not suspect."""
 
 
 class EngineSet:
-    """Engines by number.  Those of an owner may leave; the others stay for the whole run.
+    """Engines by number.  Engines of an owner may leave; the others stay for the whole run.
 
-    `restart(i)` gives engine i a new process, without weights; None: an engine that died stays
-    dead.  `on_evicted(owner, why)` hears that the engines of an owner had to leave.
+    `restart(i)` gives engine i a new process, without weights; None: dead engines stay dead.
+    `on_evicted(owner, reason)` is called when the engines of an owner had to leave.
     """
 
     def __init__(
@@ -51,12 +50,12 @@ class EngineSet:
         on_evicted: Callable[[str, str], None],
     ) -> None:
         self._engines: dict[int, Engine] = dict(enumerate(engines))
-        self._workers = dict(enumerate(workers))  # of each engine, where there are several
+        self._workers = dict(enumerate(workers))  # number of workers by engine
         self._owners: dict[int, str] = {}
         self._numbers = itertools.count(len(engines))
-        self._dead: set[int] = set()  # to restart before anything is asked of them
-        self._stalled: set[int] = set()  # of them, those that hang
-        # since they were reported last
+        self._dead: set[int] = set()  # must be restarted before the next call
+        self._stalled: set[int] = set()  # those of `_dead` that hang
+        # since the last report
         self._restarts = {"engines_restarted": 0, "engines_stalled": 0}
         self._waits = waits
         self._timeout_s = timeout_s
@@ -74,13 +73,13 @@ class EngineSet:
         return index in self._engines
 
     def workers(self, numbers: Sequence[int]) -> dict[int, int]:
-        """How many workers each of these engines has."""
+        """Return the number of workers of each of these engines."""
         return {i: self._workers.get(i, 1) for i in numbers}
 
     def add(
         self, owner: str | None, engines: Sequence[Engine], workers: Sequence[int]
     ) -> tuple[int, ...]:
-        """Numbers for new engines.  With an `owner` they may leave."""
+        """Add engines and return their numbers.  With an `owner` they may leave."""
         numbers = tuple(itertools.islice(self._numbers, len(engines)))
         self._engines |= dict(zip(numbers, engines, strict=True))
         self._workers |= dict(zip(numbers, workers or [1] * len(numbers), strict=True))
@@ -89,7 +88,7 @@ class EngineSet:
         return numbers
 
     async def remove(self, numbers: Collection[int]) -> None:
-        """These engines are gone, or must not be asked any more."""
+        """Remove engines that have left or must not be called any more."""
         for index in numbers:
             self._engines.pop(index, None)
             self._owners.pop(index, None)
@@ -104,30 +103,31 @@ class EngineSet:
     def owner(self, index: int) -> str | None:
         return self._owners.get(index)
 
-    async def evict(self, owner: str, why: str) -> None:
-        log.error("explorer %s leaves: %s", owner, why)
+    async def evict(self, owner: str, reason: str) -> None:
+        log.error("explorer %s leaves: %s", owner, reason)
         await self.remove(self.owned(owner))
-        self._on_evicted(owner, why)
+        self._on_evicted(owner, reason)
 
     # ------------------------------------------------------------ asking
 
     async def ask_all(
         self, what: str, ask: Callable[[Engine], Awaitable[T]], numbers: Sequence[int] | None = None
     ) -> dict[int, T]:
-        """The answers of all engines, or of those with `numbers`; a failure becomes Rejected and
-        names the engine.
-        """
-        asked = self.numbers if numbers is None else numbers
-        return await self.gather({i: self.ask(i, what, ask) for i in asked})
+        """Call all engines, or those with `numbers`, and return their answers.
 
-    async def gather(self, asked: Mapping[int, Awaitable[T]]) -> dict[int, T]:
-        """All answers.  Of several failures the one that says something against the weights counts,
-        before an engine that died.
-
-        Engines that have left meanwhile do not count; raises NoEngines when all have.
+        A failure becomes Rejected and names the engine.
         """
-        answers = await asyncio.gather(*asked.values(), return_exceptions=True)
-        results = {i: r for i, r in zip(asked, answers, strict=True) if i in self._engines}
+        chosen = self.numbers if numbers is None else numbers
+        return await self.gather({i: self.ask(i, what, ask) for i in chosen})
+
+    async def gather(self, calls: Mapping[int, Awaitable[T]]) -> dict[int, T]:
+        """Return all answers, ignoring engines that have left meanwhile.
+
+        Of several failures, one that casts doubt on the weights takes precedence over a dead
+        engine. Raises NoEngines if all have left.
+        """
+        answers = await asyncio.gather(*calls.values(), return_exceptions=True)
+        results = {i: r for i, r in zip(calls, answers, strict=True) if i in self._engines}
         failures = [r for r in results.values() if isinstance(r, BaseException)]
         if failures:
             raise next((f for f in failures if not isinstance(f, Died)), failures[0])
@@ -145,34 +145,34 @@ class EngineSet:
             raise Rejected(
                 f"engine {index} did not answer `{what}` within {self._timeout_s:g} s"
             ) from None
-        except Exception as e:  # a remote engine may raise anything; all of it means the way back
-            why = f"engine {index}: {what}: {type(e).__name__}: {e}"
+        except Exception as e:  # a remote engine may raise anything; any error leads to a roll-back
+            reason = f"engine {index}: {what}: {type(e).__name__}: {e}"
             if isinstance(e, EngineFailed) and self._restart is not None and index in self._engines:
                 self._dead.add(index)
                 if isinstance(e, EngineStalled):
                     self._stalled.add(index)
-                raise Died(why) from e
-            raise Rejected(why) from e
+                raise Died(reason) from e
+            raise Rejected(reason) from e
 
     # ------------------------------------------------------------ restarting
 
     async def why_dead(self, index: int) -> str:
-        """Why engine `index` has to be restarted; empty where it is well."""
+        """Return why engine `index` must be restarted; empty if it is healthy."""
         if index in self._dead:
             return f"engine {index} died"
         try:
             await self.ask(index, "health", lambda e: e.health())
         except Rejected as e:
             if self._restart is not None:
-                self._dead.add(index)  # also one that only hangs
+                self._dead.add(index)  # including an engine that only hangs
             return str(e)
         return ""
 
     async def restart_dead(self) -> list[int]:
-        """Restart every dead engine; one that cannot be restarted leaves with its owner, or raises
-        Rejected if it has none.
+        """Restart every dead engine; return the restarted engines, which have no weights.
 
-        Returns those that were restarted, which have no weights.
+        An engine that cannot be restarted leaves with its owner; without an owner it raises
+        Rejected.
         """
         restarted: list[int] = []
         for index in sorted(self._dead):
@@ -181,11 +181,11 @@ class EngineSet:
             assert self._restart is not None
             try:
                 await self._restart(index)
-            except Exception as e:  # whatever the launcher's side raises
-                why = f"engine {index} could not be restarted: {type(e).__name__}: {e}"
+            except Exception as e:  # the launcher may raise anything
+                reason = f"engine {index} could not be restarted: {type(e).__name__}: {e}"
                 if (owner := self.owner(index)) is None:
-                    raise Rejected(why) from e
-                await self.evict(owner, why)
+                    raise Rejected(reason) from e
+                await self.evict(owner, reason)
                 continue
             log.warning("engine %d was restarted", index)
             self._restarts["engines_restarted"] += 1
@@ -197,10 +197,10 @@ class EngineSet:
 
     @property
     def dead(self) -> bool:
-        """Whether one of them waits to be restarted."""
+        """Return whether some engine must be restarted."""
         return bool(self._dead)
 
     def take_restarts(self) -> dict[str, int]:
-        """Restarts since this was asked last."""
+        """Return the restarts since the last call."""
         restarts, self._restarts = self._restarts, dict.fromkeys(self._restarts, 0)
         return restarts

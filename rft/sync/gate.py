@@ -1,4 +1,4 @@
-"""Who may explore and which rows count: the state of the gate, without waiting and without IO.
+"""The state of the gate says which explore batches may start, and which rows count.  No waits or IO.
 
 Knows the schedule and the versions, not engines.  Invariant: rows count only if the very attempt
 that wrote them was verified.
@@ -12,31 +12,28 @@ from rft.types.ids import Version
 
 
 class GateState:
-    """`start`: the version the run begins with."""
+    """State of the gate; `start`: the first version of the run."""
 
     def __init__(self, schedule: Schedule, start: Version) -> None:
         self.schedule = schedule
         self._lineage = start.lineage
-        self.loaded: Version | None = None  # in all engines, perhaps provisional
-        self.verified: Version | None = None  # the newest
+        self.loaded: Version | None = None  # in all engines, verified or not
+        self.verified: Version | None = None  # the newest verified version
         self._verified: set[Version] = set()
         self._rejected: set[Version] = set()
         self.trained = start.step
         self.finished = False
         self.demand: object | None = None  # set while the trainer waits for rows
-        self.groups = 0  # that generate, where they are counted
-        self.holding = False  # a version waits for these groups; no other one begins
+        self.groups = 0  # generating groups, if counted
+        self.holding = False  # a version waits for `groups` to end; no other group starts
         self._ahead = 0  # explore batches consumed early by incomplete train steps
-        self._exploring: set[int] = set()  # batches
-        # batches that wait: step of the weights loaded when they asked
-        self._asked: dict[int, int] = {}
+        self._exploring: set[int] = set()  # batches in progress
+        self._waiting: dict[int, int] = {}  # batch -> step of the weights loaded at its request
 
     # ------------------------------------------------------------ explore batches and groups
 
     def batches_before_are_done(self, batch: int) -> bool:
-        """Whether `batch` may ask: where weights move on demand, all batches before it are complete
-        by then.
-        """
+        """Return whether `batch` may request weights: on demand, after all batches before it."""
         return (
             not self.schedule.syncs_before(batch)
             or self.finished
@@ -44,19 +41,19 @@ class GateState:
         )
 
     def ask(self, batch: int) -> None:
-        self._asked[batch] = -1 if self.loaded is None else self.loaded.step
+        self._waiting[batch] = -1 if self.loaded is None else self.loaded.step
 
     def stop_asking(self, batch: int) -> None:
-        del self._asked[batch]
+        del self._waiting[batch]
 
     def may_start(self, batch: int, group: int | None = None) -> bool:
-        """May the batch (or its group) start now, or never any more?"""
+        """Return whether the batch (or its group) may start now, or training is over."""
         if self.finished or self.loaded is None:
             return self.finished
         return self._allows(batch, group, self.loaded.step, self.trained + (self.demand is None))
 
     def start(self, batch: int) -> Version | None:
-        """The version `batch` starts with; None: the trainer is finished."""
+        """Start `batch`; return its version, None if the trainer is finished."""
         if self.finished:
             return None
         self._exploring.add(batch)
@@ -67,18 +64,16 @@ class GateState:
 
     @property
     def playing(self) -> bool:
-        """Whether anything is explored: a group, where groups are paced one by one, else a batch."""
+        """Return whether a group (paced one by one) or a batch is being explored."""
         return self.groups > 0 if self.schedule.by_group else bool(self._exploring)
 
     @property
     def both_wait(self) -> bool:
-        """Whether nothing is explored, and the trainer has no rows to go on with until something
-        is.
-        """
+        """Return whether no batch is being explored and the trainer needs one for its next step."""
         return not self.playing and self.schedule.style == "fixed" and not self.schedule.offset
 
     def may_acquire(self, batch: int, group: int | None) -> bool:
-        """May group `group` (None: one that replaces another) start now, or never any more?"""
+        """Return whether group `group` (None: a replacement) may start now, or training is over."""
         if self.finished:
             return True
         return not self.holding and (
@@ -86,38 +81,34 @@ class GateState:
         )
 
     def allow(self, batch: int) -> None:
-        """`batch` may start although its turn has not come: the next step lacks rows."""
+        """Let `batch` start before its turn, because the next train step lacks rows."""
         first = self.schedule.first_after(self.trained + 1)
         self._ahead = max(self._ahead, 0 if first is None else batch + 1 - first)
 
     def wants(self, step: int) -> bool:
-        """Whether a batch that waits could start with the weights of `step`, which is trained, and
-        cannot now.
-        """
+        """Return whether a waiting batch needs the weights of the trained `step` to start."""
         if not self.schedule.on_demand or self.loaded is None or step <= self.loaded.step:
             return False
         return any(
             self._allows(batch, None, step, step) and not self.may_start(batch)
-            for batch in self._asked
+            for batch in self._waiting
         )
 
     def _allows(self, batch: int, group: int | None, step: int, newest: int) -> bool:
-        held = self._asked.get(batch, -1)
+        prior = self._waiting.get(batch, -1)
         return self.schedule.may_explore(
-            batch, step, group=group, held=held, newest=newest, ahead=self._ahead
+            batch, step, group=group, prior=prior, newest=newest, ahead=self._ahead
         )
 
     # ------------------------------------------------------------ versions
 
     def label(self, version: Version) -> Version:
-        """The label of the next attempt to serve `version`."""
+        """Return the label of the next attempt to serve `version`."""
         tried = [v.attempt for v in self._rejected if v.published == version.published]
         return Version(version.lineage, version.step, max(tried, default=-1) + 1)
 
     def check_order(self, version: Version) -> None:
-        """Raises WeightSyncFailed for a version of another lineage, or one that is not newer than
-        the served one.
-        """
+        """Raise WeightSyncFailed for another lineage, or a version not newer than the served one."""
         if version.lineage != self._lineage:
             raise WeightSyncFailed(
                 f"version {version} is of another lineage than the run's {self._lineage}"
@@ -128,13 +119,13 @@ class GateState:
             )
 
     def verify(self, version: Version) -> None:
-        """`version` is served: what it writes, and has written, counts."""
+        """Mark `version` as served: its rows count, earlier ones too."""
         self.loaded = self.verified = version
         self._verified.add(version)
         self.trained = max(self.trained, version.step)
 
     def reject(self, version: Version) -> None:
-        """What this attempt wrote never counts."""
+        """Mark an attempt whose rows never count."""
         self._rejected.add(version)
 
     def is_verified(self, version: Version) -> bool:
@@ -144,8 +135,9 @@ class GateState:
         return version in self._rejected
 
     def is_decided(self, version: Version) -> bool:
-        """Whether `version` is verified or can never be; one that was rejected, once what replaces
-        it is served: new rows wait for that.
+        """Return whether `version` is verified, or never can be.
+
+        A rejected version counts as decided once its replacement is served.
         """
         if version in self._verified or version.lineage != self._lineage:
             return True
@@ -153,7 +145,7 @@ class GateState:
 
     @property
     def ended(self) -> bool:
-        """The trainer is finished and its last version is served."""
+        """Return whether the trainer is finished and its last version is served."""
         return (
             self.finished
             and self.verified is not None
@@ -161,8 +153,9 @@ class GateState:
         )
 
     def failure(self, version: Version, reason: str, attempts: int, restored: str | None) -> str:
-        """Why `version` is not served and what holds now; `restored`: why the version before is not
-        verified, where it is not.
+        """Return the message why `version` is not served, with the engines' state.
+
+        `restored`: why the roll-back is not verified; None = it is.
         """
         if self.verified is None:
             back = "It is the first version, so the run does not start."

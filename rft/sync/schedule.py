@@ -1,31 +1,31 @@
-"""When weights move: two questions, answered from numbers alone.
+"""Decide when weights move: two questions, answered from numbers alone.
 
-Knows no clock, engine or buffer. The one invariant: whatever answers yes, a row is never trained
-more than `staleness_bound` optimizer steps after the version that began it, and explorer or trainer
-can always go on.
+Knows no clock, engine or buffer. Invariant: in every style a row is trained at most
+`staleness_bound` optimizer steps after the version that began it, and explorer or trainer can
+always continue.
 
     style             step t publishes                    explore batch e waits for
     fixed             t is a multiple of the interval k   weights of step >= k * floor((f(e) - s) / k), s the offset
     trainer_driven    t is a multiple of k                nothing but `max_staleness`
-    explorer_driven   when the explorer asks              at e = s + k, s + 2k, ...: the newest weights there are, or are being made
+    explorer_driven   at the explorer's request           at e = s + k, s + 2k, ...: the newest weights, finished or in progress
     fully_async       t is a multiple of k                its quota: groups that may begin in one window of k steps
 
 Batch e (from 0) first feeds step f(e) + 1; with one batch for each step f(e) = e.  In every style
 batch e also waits for weights of step >= l(e) - max_staleness, where l(e) + 1 is the last step that
 it feeds.  It never waits for a step that itself needs batch e (no deadlock): the newest version
-below step t is at least that of step t - k, so any `max_staleness` >= k - 1 (plus the steps that
-one batch is spread over) can be kept; one that cannot is refused.
+below step t is at least that of step t - k, so any `max_staleness` >= k - 1 (plus the steps over
+which a batch is spread) can be kept; a lower one is refused.
 
 fixed: batch e is trained when f(e) steps are done, so staleness <= f(e) - k * floor((f(e) - s) /
 k), at most s + k - 1.
 
 fully_async: with `threshold` sigma and W units (groups, or rows) in a window of k steps, unit u may
-begin under the version of step v iff u < v * step_units + Q, Q = floor(W (1 + sigma)): what has
-begun and was not yet consumed at the last sync never exceeds Q.  So the last one is at most
-floor((Q - 1) / step_units) steps old; sigma = 0 gives k - 1, the same as fixed without offset.
+begin under the version of step v iff u < v * step_units + Q, Q = floor(W (1 + sigma)): the units
+begun but not consumed at the last sync never exceed Q.  So the last unit is at most floor((Q - 1) /
+step_units) steps old; sigma = 0 gives k - 1, the same as fixed without offset.
 
-Where a train step does not take exactly one explore batch, `batch_units` and `step_units` count
-both in one unit (groups, or rows): f(e) = floor(e * batch_units / step_units).
+If a train step does not take exactly one explore batch, `batch_units` and `step_units` count both
+in one unit (groups, or rows): f(e) = floor(e * batch_units / step_units).
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ Style = Literal["fixed", "explorer_driven", "trainer_driven", "fully_async"]
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """`start_step`: of the weights the run begins or resumes with; steps count from 1, batches from
-    0, over the whole run.
+    """Schedule of a run.  Steps count from 1, batches from 0, over the whole run.
 
-    `interval` counts train steps, in explorer_driven explore batches.  `group_units` = units of one
-    group of a batch.  `threshold` = share of a window that may begin beyond it (fully_async); None
-    = no quota.
+    `start_step`: step of the weights with which the run begins or resumes. `interval` counts train
+    steps; in explorer_driven it counts explore batches.  `group_units` = units of one group of a batch.
+    `threshold` = share of a window that may begin beyond it (fully_async); None = no quota.
 
     Raises ConfigError on a `max_staleness` that this schedule cannot keep.
     """
@@ -96,17 +95,16 @@ class Schedule:
 
     @property
     def least_staleness(self) -> int:
-        """The lowest `max_staleness` that can be kept: everything an explorer that waits as much as
-        it may still needs.
-        """
+        """Return the lowest `max_staleness` that can be kept, if the explorer waits maximally."""
         if self.style == "fixed":
             return self.offset + self.interval - 1 + self._spread
         return (0 if self.style == "explorer_driven" else self.interval - 1) + self._spread
 
     @property
     def staleness_bound(self) -> int | None:
-        """The oldest a trained row can be, in optimizer steps; 0 is on-policy; None = no bound.
-        Fixed, even: s + k - 1.
+        """Return the largest staleness of a row, in optimizer steps; 0: on-policy; None: no bound.
+
+        Style fixed reaches it: s + k - 1 + spread of a batch.
         """
         if self.style == "fixed":
             return self.least_staleness
@@ -115,8 +113,10 @@ class Schedule:
 
     @property
     def quota(self) -> int | None:
-        """Q = floor(W (1 + threshold)): units that may have begun and not been consumed at the last
-        sync; None without a threshold.
+        """Return Q = floor(W (1 + threshold)), the units that may be begun but not consumed at the
+        last sync.
+
+        None without a threshold.
         """
         if self.style != "fully_async" or self.threshold is None:
             return None
@@ -126,12 +126,12 @@ class Schedule:
     def _quota_bound(self) -> int | None:
         if self.quota is None:
             return None
-        # position of a group in its batch may change (others are refilled), so the whole batch
-        # counts; this repeats with batch_units steps
+        # a group's position in its batch may change (refills), so the full batch counts; this
+        # repeats with batch_units steps
         return max(self._last_of(self._first_beyond(v) - 1) - v for v in range(self.batch_units))
 
     def _first_beyond(self, version_step: int) -> int:
-        """The first batch of which nothing may begin under the quota of `version_step`."""
+        """Return the first batch that must not begin under the quota of `version_step`."""
         assert self.quota is not None
         begun = version_step * self.step_units + self.quota
         needed = (version_step + self.interval) * self.step_units
@@ -142,7 +142,7 @@ class Schedule:
 
     @property
     def _spread(self) -> int:
-        """How many steps after its first row the last row of a batch can be trained, at worst."""
+        """Return the most steps between training the first and the last row of a batch."""
         batch = self.batch_units
         step = self.step_units
         if batch % step == 0:
@@ -152,32 +152,31 @@ class Schedule:
         return max((e * batch + batch - 1) // step - e * batch // step for e in range(step))
 
     def _last_of(self, batch: int) -> int:
-        """Steps done before the last step that `batch` feeds."""
+        """Return the steps done before the last step that `batch` feeds."""
         return ((batch + 1) * self.batch_units - 1) // self.step_units
 
     # ------------------------------------------------------------ may explore batch e start?
 
     @property
     def on_demand(self) -> bool:
-        """Weights are published when the explorer asks for them, not after certain steps."""
+        """Return whether the explorer requests publications, instead of fixed train steps."""
         return self.style == "explorer_driven"
 
     @property
     def by_group(self) -> bool:
-        """The groups of a batch may begin at different versions: each has to be asked for."""
+        """Return whether each group of a batch has to ask, and may begin at its own version."""
         return self.quota is not None
 
     def syncs_before(self, batch: int) -> bool:
-        """Whether the explorer asks for new weights before `batch` (explorer_driven).  Batches
-        before it are to be complete then.
+        """Return whether the explorer requests new weights before `batch` (explorer_driven).
+
+        All batches before it are complete then.
         """
         return self.on_demand and batch > self.offset and (batch - self.offset) % self.interval == 0
 
     def required_step(self, batch: int, group: int | None = None) -> int:
-        """The oldest train step whose weights may begin explore batch `batch`: all of it, or its
-        group number `group`.
-        """
-        # steps done before the first that it feeds
+        """Return the oldest train step whose weights may begin `batch`, or its group `group`."""
+        # steps done before the first step that the batch feeds
         first = batch * self.batch_units // self.step_units
         need = 0
         if self.style == "fixed":
@@ -196,8 +195,10 @@ class Schedule:
         return max(self.start_step, need)
 
     def first_after(self, step: int) -> int | None:
-        """The first explore batch that may be whole only after `step` was trained (and a later
-        version published); None = no such batch.
+        """Return the first explore batch that may be complete only after `step` was trained and a
+        later version published.
+
+        None = no such batch.
         """
         if self.style == "fixed":
             newest = max(self.start_step, (step - 1) // self.interval * self.interval)
@@ -207,14 +208,14 @@ class Schedule:
         batch = self.batch_units
         size = self.step_units
         newest = max(self.start_step, (step - 1) // k * k)
-        found = []
+        bounds = []
         if self.max_staleness is not None:
-            found.append(-(-((newest + self.max_staleness + 1) * size + 1) // batch) - 1)
+            bounds.append(-(-((newest + self.max_staleness + 1) * size + 1) // batch) - 1)
         if self.quota is not None:
-            found.append(
+            bounds.append(
                 max((newest * size + self.quota) // batch, -(-(newest + k) * size // batch))
             )
-        return min(found, default=None)
+        return min(bounds, default=None)
 
     def may_explore(
         self,
@@ -222,27 +223,26 @@ class Schedule:
         published_step: int,
         *,
         group: int | None = None,
-        held: int = -1,
+        prior: int = -1,
         newest: int = 0,
         ahead: int = 0,
     ) -> bool:
-        """May explore batch `batch` start (or its group `group`), now that the engines hold the
-        weights of step `published_step`?
+        """Return whether explore batch `batch` (or its group `group`) may start with the weights of
+        step `published_step`.
 
-        Where the explorer asks for weights first (`syncs_before`): `held` = step of those it had
-        when it asked, `newest` = newest step that is trained or being trained.  `ahead` = batches
-        that steps which lacked rows took beyond their own.
+        If the explorer requests weights first (`syncs_before`): `prior` = step of its weights at
+        the request, `newest` = newest step that is trained or in training.  `ahead` = batches that
+        steps took beyond their own because they lacked rows.
         """
         if published_step < self.required_step(max(0, batch - ahead), group):
             return False
-        return not self.syncs_before(batch) or published_step > held or published_step >= newest
+        return not self.syncs_before(batch) or published_step > prior or published_step >= newest
 
     # ------------------------------------------------------------ must step t publish?
 
-    def must_publish(self, step: int, *, asked: bool = False) -> bool:
-        """Must the weights of step `step` be published?  (The last step of a run is published
-        whatever this says.)
+    def must_publish(self, step: int, *, demanded: bool = False) -> bool:
+        """Return whether to publish the weights of `step`; a run's last step is always published.
 
-        `asked`: an explorer waits for them; where it does not ask, that changes nothing.
+        `demanded`: an explorer waits for them; ignored in styles without requests.
         """
-        return asked if self.on_demand else step % self.interval == 0
+        return demanded if self.on_demand else step % self.interval == 0

@@ -1,20 +1,22 @@
-"""Brings one weight version at a time into all engines, has it verified, and lets explore batches
-start when they may.
+"""Load one weight version at a time into all engines, verify it, and let explore batches start.
 
-Knows nothing of how weights are made or staged.  Invariant: engines run only with one whole
-version, and rows count (`wait_verified` returns True) only after the canary of the very attempt
-that wrote them has passed.
+Does not know how weights are computed or staged.  Invariant: engines run only with one complete
+version, and rows count (`wait_verified` returns True) only after the canary of the attempt that
+wrote them has passed.
 
-    publish:    engines load and resume -> canary, while rollouts of the version already run -> served
-    on failure: back to the version before, verified by its canary record -> the next attempt, with
-    its own label -> WeightSyncFailed
+    publish:     engines load and resume -> canary, while rollouts of the version already run
+                 -> served
+    on failure:  roll back to the previous version, verified by its canary record
+                 -> next attempt, with its own label -> WeightSyncFailed
 
-    engines.py  which engines there are, how they are asked and restarted        update.py  one load, its proof, and the way back
-    gate.py     who may explore, which rows count: state without waiting         waits.py   waits with names and deadlines
+    engines.py  the set of engines, calls to all of them, restarts
+    update.py   one load, its proof, the roll-back
+    gate.py     which batches may start, which rows count: no waiting
+    waits.py    waits with names and deadlines
 
-Without partial rollouts, groups under way end before the pause and no other one begins.  An engine
-that died is restarted with the newest verified version.  Engines of explorers that come and go
-(`join`, `leave`) are verified before they count.
+Without partial rollouts, groups in progress end before the pause and no group starts meanwhile.  A
+dead engine is restarted with the newest verified version.  Engines that join are verified before
+they serve.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from msgspec.structs import replace
@@ -32,7 +34,7 @@ from rft.sync.canary import Canary
 from rft.sync.engines import EngineSet, NoEngines, Rejected, Restart
 from rft.sync.gate import GateState
 from rft.sync.schedule import Schedule
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import SyncConfig, SyncRuntime
 from rft.sync.update import Rounds, WeightUpdates, metrics
 from rft.sync.waits import Waits, WaitShare
 from rft.types.ids import Version
@@ -43,18 +45,17 @@ log = logging.getLogger(__name__)
 
 
 class Synchronizer:
-    """Implements `WeightSync` for the trainer and the weights' part of `ExploreGate`.  `start` is
-    the version the run begins with.
+    """Implements `ports.WeightSync` for the trainer and the weights' part of `ports.ExploreGate`.
 
-    Without `engines` it waits for engines to join.  Prompts of the canary are given as token ids.
-    `sender` sends versions that are broadcast.  `restart`, `on_evicted`: see `EngineSet`.  Lives in
-    one event loop; every wait ends by an event, an error or `timeout_s` without any news from the
-    trainer.
+    `start`: first version of the run.  `engines` may be empty: others join.  `probes`: the canary's
+    prompts, as token ids.  `sender` sends broadcast versions.  `restart`, `on_evicted`: see
+    `EngineSet`.  Belongs to one event loop; a wait ends by an event, an error, or `sync_timeout`.
     """
 
     def __init__(
         self,
-        settings: SyncSettings,
+        config: SyncConfig,
+        runtime: SyncRuntime,
         engines: Sequence[Engine],
         scorer: Scorer,
         schedule: Schedule,
@@ -62,17 +63,18 @@ class Synchronizer:
         start: Version,
         restart: Restart | None = None,
         sender: Sender | None = None,
-        on_evicted: Callable[[str, str], None] = lambda owner, why: None,
+        on_evicted: Callable[[str, str], None] = lambda owner, reason: None,
     ) -> None:
-        self._settings = settings
+        self._config = config
+        self._runtime = runtime
         self._gate = GateState(schedule, start)
-        self._waits = Waits(settings.timeout_s)
+        self._waits = Waits(config.sync_timeout)
         self._engines = EngineSet(
-            engines, settings.workers, self._waits, settings.timeout_s, restart, on_evicted
+            engines, runtime.workers, self._waits, config.sync_timeout, restart, on_evicted
         )
-        rounds = Rounds(sender, settings.timeout_s)
+        rounds = Rounds(sender, config.sync_timeout)
         self._updates = WeightUpdates(
-            settings, self._engines, Canary(settings, probes, scorer), rounds
+            config, runtime, self._engines, Canary(config, runtime, probes, scorer), rounds
         )
         self._publishing = asyncio.Lock()
         self._idle = WaitShare()
@@ -82,9 +84,7 @@ class Synchronizer:
     # ------------------------------------------------------------ trainer's side
 
     async def publish(self, manifest: WeightManifest) -> list[Metric]:
-        """See `WeightSync`.  When cancelled, the version before is restored first.  Without engines
-        it waits for one to join.
-        """
+        """See `ports.WeightSync`.  When cancelled, restores the previous version first."""
         while True:
             await self._wait_for_engines(manifest.version)
             async with self._publishing:
@@ -120,11 +120,13 @@ class Synchronizer:
             except Rejected as e:
                 log.error("version %s: %s", version, e)
                 restored = await self._restore()
-                # else nothing is said against the weights
+                # an engine that left is no failure of the weights
                 failures += self._engines.departures == departures
-                if restored is not None or failures > self._settings.retries:
-                    why = self._gate.failure(manifest.version, str(e), max(1, failures), restored)
-                    await self.fail(WeightSyncFailed(why))
+                if restored is not None or failures > self._runtime.retries:
+                    reason = self._gate.failure(
+                        manifest.version, str(e), max(1, failures), restored
+                    )
+                    await self.fail(WeightSyncFailed(reason))
                 await self._waits.changed()
             self._waits.raise_failure()
 
@@ -139,49 +141,34 @@ class Synchronizer:
             if self._updates.provisional == manifest.version:
                 self._gate.reject(manifest.version)
             raise
-        window = self._idle.window()
-        bound = self._gate.schedule.staleness_bound
+        idle_share = self._idle.window()
         self._gate.verify(manifest.version)
         await self._waits.changed()
-        return [
-            *(
-                Metric(f"sync/{name}", float(count), "sum")
-                for name, count in self._engines.take_restarts().items()
-            ),
-            *metrics(manifest, waves),
-            *([] if bound is None else [Metric("sync/staleness_bound", float(bound), "last")]),
-            *(
-                Metric(name, window, "mean")
-                for name in ("explorer/idle_ratio", "rollouter/idle_ratio")
-                if window is not None
-            ),
-        ]
+        restarts = self._engines.take_restarts()
+        bound = self._gate.schedule.staleness_bound
+        return [*_run_metrics(restarts, bound, idle_share), *metrics(manifest, waves)]
 
     async def step_finished(self, step: int, *, finished: bool = False) -> bool:
-        self._gate.trained, self._gate.finished = (
-            max(step, self._gate.trained),
-            finished or self._gate.finished,
-        )
+        self._gate.trained = max(step, self._gate.trained)
+        self._gate.finished = finished or self._gate.finished
         await self._waits.changed()
         return self._gate.wants(step)
 
     async def wait_for_demand(self, step: int) -> bool:
-        """See `WeightSync`.  It has no deadline: the trainer's wait for rows has one."""
+        """See `ports.WeightSync`.  Has no deadline: the trainer's wait for rows has one."""
         gate = self._gate
-        mine = gate.demand = object()
+        demand = gate.demand = object()
         await self._waits.changed()
         await self._waits.without_deadline(
-            lambda: gate.demand is not mine or gate.finished or gate.wants(step)
+            lambda: gate.demand is not demand or gate.finished or gate.wants(step)
         )
         return gate.wants(step)
 
     async def step_started(self, step: int) -> None:
-        """See `WeightSync`.  Engines that take turns with the trainer sleep when this returns,
-        until the next version.
-        """
+        """See `ports.WeightSync`.  Engines on the trainer's GPUs sleep until the next load."""
         self._gate.demand = None
         await self._waits.changed()
-        if self._settings.in_turns:
+        if self._runtime.in_turns:
             async with self._publishing:
                 self._waits.raise_failure()
                 await self._updates.sleep(step)
@@ -198,10 +185,10 @@ class Synchronizer:
     # ------------------------------------------------------------ explorer's side
 
     async def may_explore(self, batch: int) -> Version | None:
-        """Wait until explore batch `batch` (from 0) may start; the version to expect, perhaps
-        provisional.
+        """Wait until explore batch `batch` (from 0) may start; return the version, perhaps
+        unverified.
 
-        None: the trainer is finished and nothing more needs to be explored.
+        None: the trainer is finished.
         """
         gate = self._gate
         who = f"explore batch {batch}"
@@ -243,7 +230,7 @@ class Synchronizer:
     async def wait_verified(self, version: Version) -> bool:
         gate = self._gate
         if gate.is_verified(version):
-            return True  # also after a failure: these rows are good
+            return True  # also after a failure: these rows are valid
         await self._wait(
             lambda: gate.is_decided(version), f"rows of version {version}", "its canary"
         )
@@ -274,12 +261,10 @@ class Synchronizer:
         *,
         may_leave: bool = True,
     ) -> tuple[int, ...]:
-        """The engines that explorer `owner` brings count from now on: they serve the newest
-        verified version, where there is one.
+        """Add engines of explorer `owner`, on the newest verified version; return their numbers.
 
-        `workers`: of each engine, empty = one each.  `may_leave` False: the run ends when one of
-        them cannot be brought back. Returns their numbers.  Raises WeightSyncFailed, and leaves
-        everything as it was, when they cannot be brought to that version.
+        `workers`: number per engine, empty = one each.  `may_leave` False: the run ends if one of
+        them cannot be restarted.  Raises WeightSyncFailed, with nothing changed, if they cannot load it.
         """
         async with self._publishing:
             self._waits.raise_failure()
@@ -299,26 +284,22 @@ class Synchronizer:
         return numbers
 
     async def leave(self, owner: str) -> None:
-        """The engines of `owner` are gone, or must not be asked any more.  Also in the middle of a
-        publish, which goes on without them.
-        """
+        """Remove the engines of `owner`; a running publication continues without them."""
         await self._engines.remove(self._engines.owned(owner))
 
     async def revive(self, index: int) -> None:
-        """Engine `index` failed an answer: when it is dead, restart it with the newest verified
-        version and verify that.
+        """Restart engine `index`, which failed a request, if it is dead; return when it serves.
 
-        Returns when it serves again.  Raises EngineFailed when that cannot be reached: the run
-        ends, or the engine's owner has left it.
+        Raises EngineFailed if it cannot be restarted: then the run ends, or its explorer leaves.
         """
         async with self._publishing:
             self._waits.raise_failure()
             if index not in self._engines:
                 raise EngineFailed(f"engine {index} has left")
-            if not (why := await self._engines.why_dead(index)):
+            if not (reason := await self._engines.why_dead(index)):
                 return
             began = time.perf_counter()
-            log.warning("%s; restarting it with %s", why, self._gate.served_text)
+            log.warning("%s; restarting it with %s", reason, self._gate.served_text)
             try:
                 restarted = await self._engines.restart_dead()
                 if self._updates.manifest is not None:
@@ -343,8 +324,8 @@ class Synchronizer:
 
     @asynccontextmanager
     async def _groups_ended(self, version: Version) -> AsyncIterator[None]:
-        """Without partial rollouts no group is under way meanwhile."""
-        self._gate.holding = not self._settings.partial_rollout
+        """Without partial rollouts: no group is in progress inside the block."""
+        self._gate.holding = not self._config.partial_rollout
         try:
             if self._gate.holding:
                 whom = "groups in progress (partial_rollout is off)"
@@ -355,13 +336,13 @@ class Synchronizer:
             await self._waits.changed()
 
     async def _restore(self) -> str | None:
-        """Serve the version before again.  None, or why that is not verified."""
-        self._gate.loaded = None  # nothing may start until an engine is whole again
-        why = await self._updates.restore()
-        if why is None:
+        """Serve the previous version again; return None, or why it is not verified."""
+        self._gate.loaded = None  # no batch may start before an engine is restored
+        reason = await self._updates.restore()
+        if reason is None:
             self._gate.loaded = self._gate.verified
             await self._waits.changed()
-        return why
+        return reason
 
     async def _restore_although_cancelled(self) -> None:
         restoring = asyncio.ensure_future(self._restore_or_leave())
@@ -369,11 +350,11 @@ class Synchronizer:
             try:
                 await asyncio.shield(restoring)
             except asyncio.CancelledError:
-                continue  # asked again to stop: the way back has its own deadlines
-        if (why := restoring.result()) is not None:
+                continue  # cancelled again: the roll-back has its own deadlines
+        if (reason := restoring.result()) is not None:
             await self.fail(
                 WeightSyncFailed(
-                    f"a cancelled publish could not be rolled back: {why}. Restart the engines."
+                    f"a cancelled publish could not be rolled back: {reason}. Restart the engines."
                 )
             )
 
@@ -381,7 +362,7 @@ class Synchronizer:
         try:
             return await self._restore()
         except NoEngines:
-            return None  # those that join are brought to it
+            return None  # joining engines load it
 
     async def _wait(self, done: Callable[[], bool], who: str, whom: str) -> None:
         def remedy() -> str:
@@ -407,3 +388,16 @@ class Synchronizer:
             "an explorer to join",
             lambda: remedy,
         )
+
+
+def _run_metrics(
+    restarts: Mapping[str, int], bound: int | None, idle_share: float | None
+) -> list[Metric]:
+    """Return the metrics of the time since the last version."""
+    collected = [Metric(f"sync/{name}", float(count), "sum") for name, count in restarts.items()]
+    if bound is not None:
+        collected.append(Metric("sync/staleness_bound", float(bound), "last"))
+    if idle_share is not None:
+        collected.append(Metric("explorer/idle_ratio", idle_share, "mean"))
+        collected.append(Metric("rollouter/idle_ratio", idle_share, "mean"))
+    return collected

@@ -1,8 +1,8 @@
-"""A picture of a schedule: who works and who waits, if an explore batch and a train step take the
-times they are given.
+"""Simulate and draw a schedule: when each side works and waits, for given durations of an explore
+batch and a train step.
 
-A simulation for people; runs follow the schedule itself.  Invariant: it asks nothing but the
-schedule's two questions.
+For documentation only; runs follow the schedule itself.  Invariant: it uses only the schedule's two
+questions.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from rft.sync.schedule import Schedule
 
-_OVER = 1e-9  # what is left of work that has ended, as floats are
+_OVER = 1e-9  # rounding error in the remaining time of finished work
 
 
 @dataclass(frozen=True)
 class Span:
-    """From `begin` to `end` (in the unit of the given times) explore batch or train step `number`;
+    """Explore batch or train step `number` from `begin` to `end` (in the unit of the given times).
+
     `version` = step of its weights.
     """
 
@@ -28,7 +29,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What happened until the last step was trained.  `published`: (time, step) of each version."""
+    """The events until the last step was trained.  `published`: (time, step) of each version."""
 
     explored: tuple[Span, ...]
     trained: tuple[Span, ...]
@@ -46,12 +47,12 @@ def simulate(
     sync_s: float = 0.0,
     overlap: float = 1.0,
 ) -> Timeline:
-    """One explorer and one trainer, from the first step on.  Raises RuntimeError when neither can
-    continue.
+    """Simulate one explorer and one trainer, from the first step on.
 
-    Up to `at_once` batches are explored at a time: one takes `explore_s`, and n together `explore_s
-    + (n - 1) * more_s`. `sync_s`: of a publication, in which neither side works.  `overlap`: speed
-    of each side while both work, 1 on devices of their own.
+    Up to `at_once` batches are explored at a time: a single batch takes `explore_s`, and n together
+    `explore_s + (n - 1) * more_s`. `sync_s`: duration of a publication, during which neither side
+    works.  `overlap`: speed of each side while both work, 1 on separate devices. Raises
+    RuntimeError if neither side can continue.
     """
     run = _Simulated(schedule, explore_s, more_s, at_once, train_s, sync_s, overlap)
     while True:
@@ -66,12 +67,12 @@ def simulate(
 class _Work:
     number: int
     begin: float
-    left: float  # time that it still takes alone
+    remaining_s: float  # remaining time without other work
     version: int
 
 
 class _Simulated:
-    """The state of both sides at `now`."""
+    """The state of both sides at the current time."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class _Simulated:
         self.syncing: _Work | None = None
         self._now = 0.0
         self._version = 0
-        self._held = 0
+        self._loaded_step = 0
 
     def begin_what_may(self) -> None:
         s = self._schedule
@@ -120,43 +121,43 @@ class _Simulated:
                 and self.training is None
                 and not self._may_explore(batch, self._version)
             ):
-                self._publish(asked=self._may_explore(batch, done))
+                self._publish(demanded=self._may_explore(batch, done))
             if self.syncing is not None or not self._may_explore(batch, self._version):
                 return
             self.exploring.append(_Work(batch, self._now, self._explore_s, self._version))
-            self._held = self._version
+            self._loaded_step = self._version
 
     def advance(self) -> None:
-        """To the next end of anything."""
+        """Advance to the next end of any work."""
         if not (working := self._speeds()):
             state = (
                 f"{len(self.trained)} steps trained, {self._version} published, batch "
                 f"{len(self.explored)} waits"
             )
             raise RuntimeError(f"neither side can continue: {state}")
-        passed = min(work.left / speed for work, speed in working)
+        passed = min(work.remaining_s / speed for work, speed in working)
         self._now += passed
         for work, speed in working:
-            work.left -= passed * speed
+            work.remaining_s -= passed * speed
         if self.syncing is not None:
             self._version = self.syncing.number
             self.syncing = None
             self.published.append((self._now, self._version))
             return
-        if self.training is not None and self.training.left <= _OVER:
+        if self.training is not None and self.training.remaining_s <= _OVER:
             self.trained.append(self._ended(self.training))
             self.training, done, batch = None, len(self.trained), len(self.explored)
             self._publish(
-                asked=not self.exploring
+                demanded=not self.exploring
                 and self._may_explore(batch, done)
                 and not self._may_explore(batch, self._version)
             )
-        while self.exploring and self.exploring[0].left <= _OVER:
+        while self.exploring and self.exploring[0].remaining_s <= _OVER:
             self.explored.append(self._ended(self.exploring.pop(0)))
-            self._held = self._version
+            self._loaded_step = self._version
 
     def _speeds(self) -> list[tuple[_Work, float]]:
-        """What goes on, and how fast beside what it takes alone."""
+        """Return the active work with its speed relative to running alone."""
         if self.syncing is not None:
             return [(self.syncing, 1.0)]
         speed = self._overlap if self.exploring and self.training is not None else 1.0
@@ -169,9 +170,9 @@ class _Simulated:
             [(self.training, speed)] if self.training is not None else []
         )
 
-    def _publish(self, *, asked: bool) -> None:
+    def _publish(self, *, demanded: bool) -> None:
         done = len(self.trained)
-        if done > self._version and self._schedule.must_publish(done, asked=asked):
+        if done > self._version and self._schedule.must_publish(done, demanded=demanded):
             self.syncing = _Work(done, self._now, self._sync_s, done)
             if not self._sync_s:
                 self._version = done
@@ -180,10 +181,10 @@ class _Simulated:
 
     def _may_explore(self, batch: int, version: int) -> bool:
         newest = len(self.trained) + (self.training is not None)
-        return self._schedule.may_explore(batch, version, held=self._held, newest=newest)
+        return self._schedule.may_explore(batch, version, prior=self._loaded_step, newest=newest)
 
     def _batches_of(self, step: int) -> int:
-        """Explore batches that the first `step` steps need."""
+        """Return the number of explore batches that the first `step` steps need."""
         return -(-step * self._schedule.step_units // self._schedule.batch_units)
 
     def _ended(self, work: _Work) -> Span:
@@ -194,14 +195,14 @@ WIDTH = 4  # columns of one unit of time
 
 
 def picture(schedule: Schedule, *, columns: int = 72) -> list[str]:
-    """Three lines: explore batches, train steps and published versions over time, where both sides
-    take equally long.
+    """Return three lines: explore batches, train steps and published versions over time, if both
+    sides take equally long.
     """
     size = schedule.batch_units / schedule.step_units  # train steps of a batch
     steps = 2 * schedule.interval + schedule.offset + 4
-    found = simulate(schedule, steps=steps, explore_s=max(1.0, size), train_s=max(1.0, 1 / size))
+    timeline = simulate(schedule, steps=steps, explore_s=max(1.0, size), train_s=max(1.0, 1 / size))
     lines = ["explore ", "train   ", "weights "]
-    for row, spans in ((0, found.explored), (1, found.trained)):
+    for row, spans in ((0, timeline.explored), (1, timeline.trained)):
         for x in spans:
             width = round((x.end - x.begin) * WIDTH)
             lines[row] = (
@@ -209,7 +210,7 @@ def picture(schedule: Schedule, *, columns: int = 72) -> list[str]:
                 + str(x.number).center(width - 1, "▓▒"[row])
                 + " "
             )
-    for at, step in found.published:
+    for at, step in timeline.published:
         place = 8 + round(at * WIDTH)
         if len(lines[2]) <= place:
             lines[2] = lines[2].ljust(place) + str(step)

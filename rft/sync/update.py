@@ -1,24 +1,26 @@
-"""One weight update: load a version into the engines, verify that they serve it, and go back to the
-one before if they do not.
+"""One weight update: load a version into the engines, verify that they serve it, and roll back if
+they do not.
 
-    update:  pause -> load and check the reports -> resume -> probes, then explorers may begin with
-    it -> the trainer scores the probes rolling: drain -> the same -> admit, a few engines after the
-    other, while the others serve the version before restore: pause -> load the version before ->
-    resume -> compare with its canary record -> admit
-    sleep:   pause -> sleep, until one of them; engines that share their GPUs with the trainer
+    update:   pause -> load and check the reports -> resume
+              -> probes, then explorers may begin with the version -> the trainer scores the probes
+    rolling:  drain -> the same -> admit, a few engines after the other,
+              while the others serve the previous version
+    restore:  pause -> load the previous version -> resume -> compare with its canary record
+              -> admit
+    sleep:    pause -> sleep, until one of them; for engines that share their GPUs with the trainer
 
-The probes come first because they are short: behind the prompts of a batch or an evaluation they
-would wait for all of these.  Engines that have no other work get new work together with the probes,
-since eight more rows cost a step of generation next to nothing. In a rolling update an engine takes
-requests again only after its canary, so clients meet no weights that are not verified.  What fails
-concerns the engines that were touched: the others never stop.  Engines that share CPUs with the
-trainer pause while it scores.
+The probes come first because they are short: after the prompts of a batch or an evaluation they
+would wait for all of these.  Idle engines get new work together with the probes, since eight more
+rows hardly slow a generation step. In a rolling update an engine accepts requests again
+only after its canary, so clients never meet unverified weights.  A failure concerns only the
+touched engines: the others never stop.  Engines that share CPUs with the trainer pause while it
+scores.
 
-A version that is broadcast is loaded in rounds: the trainer sends while the engines receive, and no
-side waits for an engine that failed.
+A broadcast version is loaded in rounds: the trainer sends while the engines receive, and no side
+waits for a failed engine.
 
-Knows the engines, not who explores with them.  Invariant: after `run` or `restore` the engines
-serve one whole verified version, or the error says that they do not.
+Knows the engines, not their explorers.  Invariant: after `run` or `restore` the engines serve one
+complete verified version, or the error says that they do not.
 """
 
 from __future__ import annotations
@@ -35,21 +37,19 @@ from msgspec.structs import replace
 from rft.errors import RftError, WeightSyncFailed
 from rft.sync.canary import Canary, Probe, Verdict
 from rft.sync.engines import EngineSet, NoEngines, Rejected
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import SyncConfig, SyncRuntime
 from rft.types.ids import Version
 from rft.types.metrics import Metric
 from rft.types.ports import LoadReport, Sender, WeightManifest
 
 log = logging.getLogger(__name__)
-# of a packed layer's output, relative to its scale
+# error of a packed layer's output, relative to its scale
 PROBE_LIMIT = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 Ask = Callable[[int, WeightManifest], Awaitable[LoadReport]]
 
 
 class Rounds:
-    """Loads of versions that are broadcast, numbered.  When a round ends, in whatever way, everyone
-    in it has been told.
-    """
+    """Numbers the loads of broadcast versions.  If a round fails, all its members stop waiting."""
 
     def __init__(self, sender: Sender | None, timeout_s: float) -> None:
         self._sender = sender
@@ -59,11 +59,11 @@ class Rounds:
     async def load(
         self, manifest: WeightManifest, engines: Mapping[int, int], ask: Ask
     ) -> dict[int, LoadReport]:
-        """The reports of `engines` (with the number of workers of each), each of which is asked by
-        `ask`.
+        """Load the version into `engines` (number -> workers) in one round, calling `ask` for each;
+        return the reports.
 
-        Raises what an engine raised (the first one's), else WeightSyncFailed that says why the
-        trainer could not send.
+        Raises the first engine's error, else WeightSyncFailed with the reason why the trainer could
+        not send.
         """
         if self._sender is None or manifest.broadcast is None:
             raise WeightSyncFailed(
@@ -91,29 +91,31 @@ class Rounds:
                 task.cancel()
             await asyncio.gather(sending, *loading, return_exceptions=True)
             raise
-        # each is asked, since asyncio logs the exceptions that nobody asks for
+        # read every exception, since asyncio logs unread ones
         error, *unloaded = (task.exception() for task in (sending, *loading))
         if lost := next(filter(None, unloaded), None):
             raise lost
         reports = dict(zip(engines, (task.result() for task in loading), strict=True))
         if error is not None:
-            told = "; ".join(f"engine {i}: {r.failed}" for i, r in reports.items() if r.failed)
-            raise WeightSyncFailed(f"{error}{f' ({told})' if told else ''}")
+            engine_errors = "; ".join(
+                f"engine {i}: {r.failed}" for i, r in reports.items() if r.failed
+            )
+            raise WeightSyncFailed(f"{error}{f' ({engine_errors})' if engine_errors else ''}")
         return reports
 
     async def _ended(self, tasks: list[asyncio.Future[None] | asyncio.Future[LoadReport]]) -> None:
-        """All of them; the first that fails ends the meeting of the others."""
+        """Wait for all tasks; the first failure ends the round for the others."""
         done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if pending:
-            why = next(e for task in done if (e := task.exception()) is not None)
-            await self._abandon(str(why))
+            error = next(e for task in done if (e := task.exception()) is not None)
+            await self._abandon(str(error))
             await asyncio.wait(pending)
 
     async def _abandon(self, reason: str) -> None:
         assert self._sender is not None
         try:
-            await self._sender.abandon(self._number, reason)
-        except RftError as e:  # a trainer that died ends the run by itself; the engines' waits have their own deadlines
+            await self._sender.abort_round(self._number, reason)
+        except RftError as e:  # engines' waits have deadlines
             log.warning("round %d could not be given up: %s", self._number, e)
 
     async def _send(self, sender: Sender, manifest: WeightManifest) -> None:
@@ -128,9 +130,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Wave:
-    """What the update of engines that load together says.  Times are moments of
-    `time.perf_counter`.
-    """
+    """Results of engines that load together.  Times are values of `time.perf_counter`."""
 
     probes: dict[int, Probe]
     reports: tuple[LoadReport, ...]
@@ -146,23 +146,29 @@ class Wave:
 
 
 class WeightUpdates:
-    """Updates of one set of engines, one at a time; the newest verified version is `manifest`."""
+    """Updates a set of engines, one version at a time; `manifest`: the newest verified version."""
 
     def __init__(
-        self, settings: SyncSettings, engines: EngineSet, canary: Canary, rounds: Rounds
+        self,
+        config: SyncConfig,
+        runtime: SyncRuntime,
+        engines: EngineSet,
+        canary: Canary,
+        rounds: Rounds,
     ) -> None:
-        self._settings = settings
+        self._config = config
+        self._runtime = runtime
         self._engines = engines
         self._canary = canary
         self._rounds = rounds
         self.manifest: WeightManifest | None = None
         self._records: dict[int, Probe] = {}  # canary of `manifest`, by engine
-        # engines that may hold other weights than those of `manifest`
+        # engines whose weights may differ from `manifest`
         self._touched: set[int] = set()
         self._asleep = False
-        # what engines may have written with, besides verified versions
+        # unverified version under which engines may have written
         self.provisional: Version | None = None
-        self._proofs: tuple[Probe, ...] = ()  # one of them, kept when all engines have left
+        self._proofs: tuple[Probe, ...] = ()  # one record, kept even if all engines have left
 
     async def run(
         self,
@@ -171,22 +177,22 @@ class WeightUpdates:
         *,
         idle: bool = False,
     ) -> list[Wave]:
-        """Serve `manifest`; `resumed` is awaited once all engines have answered its probes, or
-        together with these where they are `idle`.
+        """Serve `manifest`.
 
-        Raises Rejected, NoEngines.
+        `resumed` is awaited once all engines have answered the probes, or together with the probes
+        if the engines are `idle`. Raises Rejected, NoEngines.
         """
         began = time.perf_counter()
         self._touched |= set(await self._engines.restart_dead())
         waves: list[Wave] = []
-        left = list(self._engines.numbers)
+        remaining = list(self._engines.numbers)
         rolling = self._rolls and self.manifest is not None
-        while left:
-            size = self._settings.at_a_time if rolling else None
-            numbers = left[:size]
-            left = left[size or len(left) :]
+        while remaining:
+            size = self._runtime.at_a_time if rolling else None
+            numbers = remaining[:size]
+            remaining = remaining[size or len(remaining) :]
             try:
-                opens = resumed if not left and self.manifest is not None else _nothing
+                opens = resumed if not remaining and self.manifest is not None else _nothing
                 waves.append(await self._wave(manifest, numbers, began, rolling, opens, idle))
             except NoEngines:
                 if not self._engines.numbers:
@@ -212,7 +218,7 @@ class WeightUpdates:
     ) -> Wave:
         self._touched |= set(numbers)
         if rolling:
-            await self._engines.ask_all("drain", lambda e: e.drain(self._settings.drain_s), numbers)
+            await self._engines.ask_all("drain", lambda e: e.drain(self._runtime.drain_s), numbers)
         drained = time.perf_counter()
         await self._pause(numbers)
         paused = time.perf_counter()
@@ -228,10 +234,10 @@ class WeightUpdates:
         if not idle:
             await opens()
         probed = time.perf_counter()
-        if self._settings.shares_cores:
+        if self._runtime.shares_cores:
             await self._pause(numbers, clear=False)
         verdict = await self._verify(probes, numbers)
-        if self._settings.shares_cores:
+        if self._runtime.shares_cores:
             await self._resume(numbers)
         if rolling:
             await self._engines.ask_all("admit", lambda e: e.admit(), numbers)
@@ -243,11 +249,12 @@ class WeightUpdates:
 
     @property
     def _rolls(self) -> bool:
-        return self._settings.at_a_time is not None
+        return self._runtime.at_a_time is not None
 
     async def sleep(self, step: int) -> None:
-        """The engines give their memory back for train step `step`, until the next load.  Raises
-        WeightSyncFailed.
+        """Let the engines free their memory for train step `step`, until the next load.
+
+        Raises WeightSyncFailed.
         """
         if self._asleep:
             return
@@ -258,7 +265,7 @@ class WeightUpdates:
             log.info("train step %d: every engine has left", step)
         except (
             Rejected
-        ) as e:  # a process that died holds no memory, and is restarted with the next version
+        ) as e:  # a dead process has no memory, and is restarted with the next version
             if not self._engines.dead:
                 raise WeightSyncFailed(
                     f"train step {step} needs the engines' memory, and they do not give it: {e}"
@@ -267,7 +274,8 @@ class WeightUpdates:
         self._asleep = True
 
     async def sync(self, numbers: Sequence[int], manifest: WeightManifest) -> None:
-        """Bring these engines to the verified version `manifest`, and verify that they serve it.
+        """Load the verified version `manifest` into these engines, and verify that they serve it.
+
         Raises Rejected, NoEngines.
         """
         await self._pause(numbers)
@@ -289,26 +297,26 @@ class WeightUpdates:
         self._touched -= set(numbers)
 
     async def restore(self) -> str | None:
-        """Serve the verified version again.  None, or why that is not verified.  Raises NoEngines."""
+        """Serve the verified version again; return None, or why it failed.  Raises NoEngines."""
         if self.manifest is None:
-            return None  # the first version: no task was admitted
-        why: str | None = None
-        for _ in range(self._settings.retries + 1):  # another engine may die on the way back
+            return None  # the first version: no batch has started
+        reason: str | None = None
+        for _ in range(self._runtime.retries + 1):  # another engine may die during the roll-back
             try:
                 self._touched |= set(await self._engines.restart_dead())
                 if numbers := [i for i in self._engines.numbers if i in self._touched]:
                     await self.sync(numbers, self.manifest)
                 return None
             except Rejected as e:
-                why = str(e)
+                reason = str(e)
                 if not self._engines.dead:
                     break
-        return why
+        return reason
 
     # ------------------------------------------------------------ inside
 
     async def _pause(self, numbers: Sequence[int], *, clear: bool = True) -> None:
-        clear = clear and self._settings.kv_cache == "recompute"
+        clear = clear and self._config.kv_cache == "recompute"
         await self._engines.ask_all("pause", lambda e: e.pause(clear_cache=clear), numbers)
 
     async def _resume(self, numbers: Sequence[int]) -> None:
@@ -317,8 +325,8 @@ class WeightUpdates:
     async def _load(
         self, manifest: WeightManifest, numbers: Sequence[int]
     ) -> dict[int, LoadReport]:
-        """Load the version; every engine's report is good."""
-        self._asleep = False  # to load is to wake
+        """Load the version; return the engines' reports, all valid."""
+        self._asleep = False  # a load wakes the engines
 
         def ask(index: int, manifest: WeightManifest) -> Awaitable[LoadReport]:
             return self._engines.ask(index, "load", lambda e: e.load(manifest))
@@ -331,8 +339,8 @@ class WeightUpdates:
             except WeightSyncFailed as e:
                 raise Rejected(str(e)) from e
         for i, report in reports.items():
-            if why := self._objection(report, manifest):
-                raise Rejected(f"engine {i}: {why}")
+            if reason := self._objection(report, manifest):
+                raise Rejected(f"engine {i}: {reason}")
         return reports
 
     async def _verify(self, probes: Mapping[int, Probe], numbers: Sequence[int]) -> Verdict:
@@ -341,22 +349,22 @@ class WeightUpdates:
             or self._proofs
         )
         try:
-            async with asyncio.timeout(self._settings.timeout_s):
+            async with asyncio.timeout(self._config.sync_timeout):
                 return await self._canary.check(tuple(probes.values()), before, names=tuple(probes))
         except TimeoutError:
-            why = f"the trainer did not score the canary within {self._settings.timeout_s:g} s"
-            raise Rejected(why) from None
+            reason = f"the trainer did not score the canary within {self._config.sync_timeout:g} s"
+            raise Rejected(reason) from None
         except WeightSyncFailed as e:
             raise Rejected(str(e)) from e
         except (
             Exception
-        ) as e:  # whatever the trainer's side raises, the engines must go back to verified weights
+        ) as e:  # after any error of the trainer the engines must return to verified weights
             raise Rejected(
                 f"the trainer could not score the canary: {type(e).__name__}: {e}"
             ) from e
 
     def _objection(self, report: LoadReport, manifest: WeightManifest) -> str:
-        limit = PROBE_LIMIT.get(self._settings.engine_dtype, PROBE_LIMIT["bfloat16"])
+        limit = PROBE_LIMIT.get(self._runtime.engine_dtype, PROBE_LIMIT["bfloat16"])
         if report.failed:
             return report.failed
         if report.bad_hash:
@@ -370,13 +378,13 @@ class WeightUpdates:
         if report.num_tensors != len(manifest.tensors):
             return f"it loaded {report.num_tensors} of {len(manifest.tensors)} tensors"
         if not report.probe_error <= limit:
-            found = f"{report.probe_error:.2e}, allowed {limit:.0e}"
-            return f"layer {report.probe_worst} computes with other weights than published: {found}"
+            difference = f"{report.probe_error:.2e}, allowed {limit:.0e}"
+            return f"layer {report.probe_worst} computes with other weights than published: {difference}"
         return ""
 
 
 def metrics(manifest: WeightManifest, waves: Sequence[Wave]) -> list[Metric]:
-    """The numbers of one update."""
+    """Return the metrics of one update."""
     reports = [r for w in waves for r in w.reports]
     verdict = max((w.verdict for w in waves), key=lambda v: v.error.largest)
     seconds = {
@@ -397,16 +405,19 @@ def metrics(manifest: WeightManifest, waves: Sequence[Wave]) -> list[Metric]:
         "canary/score_s": sum(w.ended - w.probed for w in waves),
         "total_s": waves[-1].ended - waves[0].began,
     }
-    held = [r.held for r in reports]
+    held_requests = [r.paused for r in reports]
     return [
         *(Metric(f"sync/{name}", value, "max") for name, value in seconds.items()),
-        Metric("sync/requests_paused", float(sum(h.requests for h in held)), "sum"),
-        Metric("sync/requests_aborted", float(sum(h.aborted for h in held)), "sum"),
-        Metric("sync/recomputed_tokens", float(sum(h.recomputed_tokens for h in held)), "sum"),
+        Metric("sync/requests_paused", float(sum(h.requests for h in held_requests)), "sum"),
+        Metric("sync/requests_aborted", float(sum(h.aborted for h in held_requests)), "sum"),
+        Metric(
+            "sync/recomputed_tokens", float(sum(h.recomputed_tokens for h in held_requests)), "sum"
+        ),
         Metric(
             "sync/lost_tokens",
             sum(
-                sum(r.held.tokens_per_s for r in w.reports) * (w.resumed - w.drained) for w in waves
+                sum(r.paused.tokens_per_s for r in w.reports) * (w.resumed - w.drained)
+                for w in waves
             ),
             "sum",
         ),

@@ -1,5 +1,5 @@
-"""Waits of one event loop: each has a name and a deadline, hears of every change, and ends with the
-first failure.
+"""Waits of one event loop: each has a name and a deadline, rechecks at every change, and ends with
+the first failure.
 
 Knows nothing of weights.  Invariant: after `fail` every wait, now or later, raises that failure.
 """
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Waits:
-    """`timeout_s`: how long a wait lasts without any change."""
+    """Waits that last at most `timeout_s` without any change."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -26,12 +26,12 @@ class Waits:
         self._error: BaseException | None = None
 
     async def changed(self) -> None:
-        """Let every wait ask its condition again."""
+        """Let every wait check its condition again."""
         async with self._condition:
             self._condition.notify_all()
 
     async def fail(self, error: BaseException) -> None:
-        """End all waits with `error`; the first one counts."""
+        """End all waits with `error`; only the first error counts."""
         self._error = self._error or error
         await self.changed()
 
@@ -46,9 +46,7 @@ class Waits:
     async def until(
         self, done: Callable[[], bool], who: str, whom: str, remedy: Callable[[], str]
     ) -> None:
-        """Wait until `done()`.  Raises DeadlineExceeded with `remedy` once nothing has changed for
-        too long.
-        """
+        """Wait until `done()`.  Raises DeadlineExceeded with `remedy` without changes for too long."""
         try:
             with idles(f"{who} waits for {whom}"):
                 await self.without_deadline(done, self._timeout_s)
@@ -60,9 +58,7 @@ class Waits:
     async def without_deadline(
         self, done: Callable[[], bool], quiet_s: float | None = None
     ) -> None:
-        """Wait until `done()`.  Raises TimeoutError only when `quiet_s` is given and nothing has
-        changed for so long.
-        """
+        """Wait until `done()`.  Raises TimeoutError after `quiet_s` without changes, if given."""
         async with self._condition:
             while not done() or self._error is not None:
                 self.raise_failure()
@@ -71,12 +67,12 @@ class Waits:
 
 
 class WaitShare:
-    """The share of the time between two versions in which someone waited at the gate while nothing
-    was under way.
+    """The share of the time between two versions in which some caller waited at the gate while no
+    work was in progress.
     """
 
     def __init__(self) -> None:
-        self._began: float | None = None  # of the window; None before the first version
+        self._began: float | None = None  # start of the window; None before the first version
         self._since = self._waited = 0.0
         self._count = 0
         self._busy = False
@@ -92,14 +88,12 @@ class WaitShare:
             self._count -= 1
 
     def busy(self, busy: bool) -> None:
-        """Whether anything is under way from now on: who asks for the next batch meanwhile loses
-        nothing by waiting.
-        """
+        """Set whether work is in progress, so that a wait for the next batch loses no time."""
         self._until_now()
         self._busy = busy
 
     def window(self) -> float | None:
-        """Share of the window that ends now; None where there was none."""
+        """End the window; return its share, None if it had no length."""
         now = self._until_now()
         began = self._began
         waited = self._waited
@@ -117,9 +111,7 @@ class WaitShare:
 
 @asynccontextmanager
 async def race(*works: Awaitable[Any]) -> AsyncIterator[tuple[asyncio.Future[Any], ...]]:
-    """Tasks of all `works`, as soon as the first is done; all are cancelled and collected at the
-    end.
-    """
+    """Yield tasks of all `works` once the first is done; cancel and collect all at the end."""
     tasks = tuple(map(asyncio.ensure_future, works))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -129,7 +121,7 @@ async def race(*works: Awaitable[Any]) -> AsyncIterator[tuple[asyncio.Future[Any
 
 
 async def all_of(*works: Awaitable[T]) -> list[T]:
-    """What all give; the first that raises ends the others."""
+    """Return all results; the first error cancels the others."""
     tasks = [asyncio.ensure_future(w) for w in works]
     try:
         return await asyncio.gather(*tasks)

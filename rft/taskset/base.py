@@ -1,7 +1,7 @@
-"""What a taskset is, what a source of rows is, and the rule how a row becomes a task.
+"""Tasksets, sources of rows, and the conversion of a row into a task.
 
-It knows neither engines nor rewards (a task carries their names).  Invariant: `task(i)` depends on
-the source and `i` alone.
+Knows neither engines nor rewards (a task carries their names).
+Invariant: `task(i)` depends only on the source and `i`.
 """
 
 from __future__ import annotations
@@ -24,38 +24,39 @@ from rft.files.strict_json import parse_json
 from rft.secrets import redact
 from rft.taskset.chatfiles import LeftOut, find_overlong
 from rft.taskset.settings import FormatSettings, TasksetSettings
+from rft.taskset.sharegpt import of_sharegpt
 from rft.types.task import Task, plain_text
 
 log = logging.getLogger(__name__)
 Row = dict[str, Any]
-CHECKED = 100_000  # tables with at most this many rows are checked as a whole when they are opened
+CHECKED = 100_000  # tables of at most this many rows are checked completely when opened
 MAX_CHARS = 32 << 20  # of a prompt
 OTHER_ROWS = (
     "the rows of {} are not those of earlier evaluations: do not compare their values "
     "with later ones"
 )
-_NAMED = 3  # errors that are reported of rows that are left out
+_NAMED = 3  # skipped rows whose errors are reported
 
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
-    """How many of `total` rows could not be read, and what was wrong with the first of them."""
+    """The number of unreadable rows among `total`, and the errors of the first of them."""
 
     count: int
     total: int
-    why: tuple[str, ...]
+    reasons: tuple[str, ...]
 
     def __str__(self) -> str:
-        rest = f"; and {more} more" if (more := self.count - len(self.why)) else ""
+        rest = f"; and {more} more" if (more := self.count - len(self.reasons)) else ""
         return (
             f"{self.count} of {self.total} rows are left out (skip_bad_rows): "
-            f"{'; '.join(self.why)}{rest}"
+            f"{'; '.join(self.reasons)}{rest}"
         )
 
 
 class ByIndex(Sequence[Row]):
-    """Rows fetched one at a time, so that a large table is not turned into Python objects as a
-    whole.  `scan` gives all in order.
+    """Rows fetched one at a time, so that a large table is not converted to Python objects at once.
+    `scan` yields all rows in order.
     """
 
     def __init__(
@@ -87,10 +88,11 @@ class ByIndex(Sequence[Row]):
 
 
 class TaskSource:
-    """Base of custom task sources: rows by number.  A configuration names one as `storage_type`.
+    """Base of custom task sources: rows by number.  A configuration names the class as
+    `storage_type`.
 
-    It is constructed with `path`, `split` and the taskset's `args` by name.  Rows are read when
-    they are needed, so what `__getitem__` returns must not change while the run lasts.
+    The constructor gets `path`, `split` and the taskset's `args` by name.  Rows are read on demand,
+    so the result of `__getitem__` must not change during a run.
     """
 
     def __len__(self) -> int:
@@ -100,36 +102,35 @@ class TaskSource:
         raise NotImplementedError(f"{type(self).__name__} needs a method __getitem__(self, index)")
 
     def where(self, index: int) -> str:
-        """In words where row `index` is, for messages."""
+        """Describe the location of row `index`, for messages."""
         return f"row {index}"
 
     def fingerprint(self) -> str:
-        """Changes when the rows change; empty: it is taken from all rows, from a sample of them
-        where they are more than 100,000.
+        """Return a text that changes when the rows change; empty = computed from all rows, or from
+        a sample of more than 100,000 rows.
         """
         return ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowSource:
-    """Rows as a source holds them, before anyone asks what their columns mean.  `where(i)` says in
-    words where row i is.
+    """The rows of a source before their columns are interpreted.  `where(i)` describes the location
+    of row i.
     """
 
     rows: Sequence[Row]
     where: Callable[[int], str]
     fingerprint: str
     check_all: bool
-    unreadable: Sequence[ConfigError] = ()  # complaints about what did not become a row
+    unreadable: Sequence[ConfigError] = ()  # errors of entries that are no rows
 
 
 class Taskset:
-    """A finite, ordered collection of tasks, over any sequence of rows (a list, an Arrow table, a
+    """A finite, ordered collection of tasks over any sequence of rows (a list, an Arrow table, a
     generator by index).
 
-    `fingerprint` changes when the rows change; it is compared on resume.  `left_out`: rows that the
-    prompt limit removed; `skipped`: rows that could not be read (skip_bad_rows); None where there
-    was none.
+    `fingerprint` changes when the rows change; it is compared on resume.  `left_out`: rows removed
+    by the prompt limit; `skipped`: unreadable rows (skip_bad_rows); None = no such row.
     """
 
     def __init__(self, settings: TasksetSettings, source: RowSource) -> None:
@@ -141,15 +142,16 @@ class Taskset:
         self.fingerprint = source.fingerprint
         self._length = len(rows) if settings.max_rows is None else min(len(rows), settings.max_rows)
         if self._length == 0:
-            why = f": {unreadable[0].message}" if unreadable else ""
+            reason = f": {unreadable[0].message}" if unreadable else ""
             path = redact(settings.path)
             raise ConfigError(
-                f"taskset {settings.name!r}: {path} has no rows{why}",
+                f"taskset {settings.name!r}: {path} has no rows{reason}",
                 key=_key(settings, "path"),
                 given=path,
             )
         self._has_truth = self._truth_is_there()
-        self._kept: np.ndarray | None = None  # numbers of the rows that are used; None = all
+        self._refuse_absent_tools()
+        self._used: np.ndarray | None = None  # numbers of the used rows; None = all
         self.skipped = self._skip(unreadable) if settings.skip_bad_rows else None
         if not settings.skip_bad_rows:
             for i in range(self._length if source.check_all else 1):
@@ -157,46 +159,46 @@ class Taskset:
         self.left_out: LeftOut | None = None
         if settings.prompt_limit is not None:
             self.left_out = find_overlong(
-                (self._made(i, row) for i, row in self._used_rows()), settings
+                (self._to_task(i, row) for i, row in self._used_rows()), settings
             )
         if self.left_out is not None:
-            used = np.arange(self._length) if self._kept is None else self._kept
+            used = np.arange(self._length) if self._used is None else self._used
             self._keep(np.setdiff1d(used, self.left_out.rows, assume_unique=True))
             log.info("taskset %s: %s", settings.name, self.left_out)
 
     def __len__(self) -> int:
-        return self._length if self._kept is None else len(self._kept)
+        return self._length if self._used is None else len(self._used)
 
     def task(self, index: int) -> Task:
-        """Row `index`, 0 <= index < len, as a task.  ConfigError names source, row and key of a bad
-        row.
+        """Return row `index`, 0 <= index < len, as a task.  ConfigError names source, row and key
+        of a bad row.
         """
         if not 0 <= index < len(self):
             raise IndexError(
                 f"taskset {self.settings.name!r} has {len(self)} rows; asked for {index}"
             )
-        return self._task(index if self._kept is None else int(self._kept[index]))
+        return self._task(index if self._used is None else int(self._used[index]))
 
     def place(self, index: int) -> int | None:
-        """Which i has `task(i).index == index`; None for a row that was left out."""
-        if self._kept is None:
+        """Return the i with `task(i).index == index`; None if the row was left out."""
+        if self._used is None:
             return index if 0 <= index < self._length else None
-        at = int(np.searchsorted(self._kept, index))
-        return at if at < len(self._kept) and self._kept[at] == index else None
+        at = int(np.searchsorted(self._used, index))
+        return at if at < len(self._used) and self._used[at] == index else None
 
     def rewards(self) -> dict[str, int]:
-        """Every reward that rows name for themselves, with the index of the first that does."""
+        """Return each reward named in a row, with the index of its first row."""
         return self._named("reward_fn_key", self.settings.format.reward_fn_key)
 
     def workflows(self) -> dict[str, int]:
-        """The same of workflows."""
+        """Return each workflow named in a row, with the index of its first row."""
         return self._named("workflow_key", self.settings.format.workflow_key)
 
     def features(self, keys: Sequence[str]) -> np.ndarray:
-        """float64 [len, len(keys)]: these columns of every row.  ConfigError names source, row and
-        column of what is no number.
+        """Return these columns of every row, float64 [len, len(keys)].  ConfigError names source,
+        row and column of a value that is no finite number.
         """
-        found = np.empty((len(self), len(keys)))
+        matrix = np.empty((len(self), len(keys)))
         for place, (row, values) in enumerate(self._used_rows()) if keys else ():
             for k, key in enumerate(keys):
                 if (
@@ -215,20 +217,20 @@ class Taskset:
                         key=_key(self.settings, "data_selector.feature_keys"),
                         given=key,
                     )
-                found[place, k] = value
-        return found
+                matrix[place, k] = value
+        return matrix
 
     def _named(self, which: str, key: str) -> dict[str, int]:
-        found: dict[str, int] = {}
+        first_places: dict[str, int] = {}
         for place, (row, values) in enumerate(self._used_rows()) if key else ():
             if value := _text(self.settings, values, self._where(row), which, key):
-                found.setdefault(value, place)
-        return found
+                first_places.setdefault(value, place)
+        return first_places
 
     def _used_rows(self) -> Iterator[tuple[int, Row]]:
-        """(number, values) of every row that is used, in order."""
-        if self._kept is not None and self.skipped is not None:
-            return ((int(row), self._rows[int(row)]) for row in self._kept)
+        """Yield (number, values) of every used row, in order."""
+        if self._used is not None and self.skipped is not None:
+            return ((int(row), self._rows[int(row)]) for row in self._used)
         left_out = set(self.left_out.rows) if self.left_out is not None else ()
         return (
             (row, values)
@@ -237,7 +239,9 @@ class Taskset:
         )
 
     def _truth_is_there(self) -> bool:
-        """Where rows are skipped, one of them decides: those without are bad rows then."""
+        """Return whether rows have a truth.  With skip_bad_rows one row decides: rows without are
+        then bad.
+        """
         key = self.settings.format.response_key
         skips = self.settings.skip_bad_rows
         if not key:
@@ -249,6 +253,13 @@ class Taskset:
         if not skips and key != FormatSettings().response_key:
             raise _missing(self.settings, self._where(0), "response_key", key, self._rows[0])
         return key != FormatSettings().response_key
+
+    def _refuse_absent_tools(self) -> None:
+        """Raise ConfigError if a column of tools is named that no row has."""
+        key = self.settings.format.tools_key
+        rows = itertools.islice(self._rows, self._length)
+        if key != FormatSettings.tools_key and all(lookup(row, key) is ABSENT for row in rows):
+            raise _missing(self.settings, "no row has it", "tools_key", key, self._rows[0])
 
     def _skip(self, unreadable: Sequence[ConfigError]) -> Skipped | None:
         good = []
@@ -270,26 +281,27 @@ class Taskset:
         if not bad:
             return None
         self._keep(np.array(good))
-        skipped = Skipped(count=len(bad), total=total, why=tuple(e.message for e in bad[:_NAMED]))
+        skipped = Skipped(
+            count=len(bad), total=total, reasons=tuple(e.message for e in bad[:_NAMED])
+        )
         log.warning("taskset %s: %s", self.settings.name, skipped)
         return skipped
 
     def _keep(self, rows: np.ndarray) -> None:
-        self._kept = rows
+        self._used = rows
         self.fingerprint += f"-{xxhash.xxh3_64_hexdigest(rows.astype(np.int64).tobytes())}"
 
     def _task(self, row: int) -> Task:
-        return self._made(row, self._rows[row])
+        return self._to_task(row, self._rows[row])
 
-    def _made(self, row: int, values: Row) -> Task:
+    def _to_task(self, row: int, values: Row) -> Task:
         return row_to_task(self.settings, values, row, self._where(row), has_truth=self._has_truth)
 
 
 class FoundRows:
-    """Rows as they are found in a source, with their places (lines), and complaints about what is
-    no row.
+    """Collects rows with their locations (lines), and errors of entries that are no rows.
 
-    The first complaint is raised, unless the taskset's bad rows are skipped.
+    The first error is raised, unless the taskset skips bad rows.
     """
 
     def __init__(self, settings: TasksetSettings) -> None:
@@ -308,7 +320,7 @@ class FoundRows:
         self._unreadable.append(error)
 
     def source(self, where: Callable[[int], str], fingerprint: str) -> RowSource:
-        """`where(place)` says in words where a row is."""
+        """Return the collected rows; `where(place)` describes the location of a row."""
         return RowSource(
             rows=self.rows,
             where=lambda i: where(self._places[i]),
@@ -321,8 +333,8 @@ class FoundRows:
 def row_to_task(
     settings: TasksetSettings, row: Row, index: int, where: str, *, has_truth: bool
 ) -> Task:
-    """The task of one row, by the taskset's `format`.  Raises ConfigError naming `where` and the
-    key.
+    """Convert one row into a task by the taskset's `format`.  Raises ConfigError naming `where` and
+    the key.
     """
     fmt = settings.format
     if fmt.preset == "verl":
@@ -385,18 +397,18 @@ def row_to_task(
 
 
 def sample_fingerprint(
-    rows: Sequence[Row], *facts: object, limit: int = 1000, whole: Callable[[], str] | None = None
+    rows: Sequence[Row], *facts: object, limit: int = 1000, full: Callable[[], str] | None = None
 ) -> str:
-    """Of the number of rows, `facts`, and the rows themselves: all of them, or `limit` evenly
-    spread ones behind what `whole` says.
+    """Hash the number of rows, `facts` and the rows: all, or `limit` evenly spaced rows after
+    `full()`.
     """
     count = min(len(rows), limit)
     sample = fingerprint_of((rows[i * len(rows) // count] for i in range(count)), len(rows), facts)
-    return sample if whole is None or len(rows) == count else f"{whole()}-{sample}"
+    return sample if full is None or len(rows) == count else f"{full()}-{sample}"
 
 
 def fingerprint_of(rows: Iterable[Row], *facts: object) -> str:
-    """xxh3-128 over `facts` and all rows."""
+    """Return xxh3-128 over `facts` and all rows."""
     digest = xxhash.xxh3_128(repr(facts).encode())
     for row in rows:
         digest.update(_as_bytes(row))
@@ -404,14 +416,14 @@ def fingerprint_of(rows: Iterable[Row], *facts: object) -> str:
 
 
 def _as_bytes(row: Row) -> bytes:
-    """The same for equal rows, whatever the order of their keys, and in every version of this
-    package: runs that go on compare it.
+    """Serialize a row independently of its key order, and identically in every version of this
+    package, because resumed runs compare the hash.
     """
     try:
         return msgspec.json.encode(row, enc_hook=repr, order="deterministic")
-    except TypeError:  # only texts can be put in order
+    except TypeError:  # keys that are not texts cannot be sorted
         return msgspec.json.encode(_with_text_keys(row), enc_hook=repr, order="deterministic")
-    except UnicodeEncodeError:  # half a character
+    except UnicodeEncodeError:  # a lone surrogate
         return json.dumps(_with_text_keys(row), default=repr, sort_keys=True).encode()
 
 
@@ -428,7 +440,7 @@ def _get(settings: TasksetSettings, row: Row, where: str, which: str, name: str)
 
 
 def _text(settings: TasksetSettings, row: Row, where: str, which: str, name: str) -> str | None:
-    """The column's text; None without a `name`, or for null."""
+    """Return the column's text; None without a `name` or for null."""
     value = _get(settings, row, where, which, name) if name else None
     if value is None or isinstance(value, str):
         return value
@@ -439,7 +451,7 @@ ABSENT = object()
 
 
 def lookup(row: Row, name: str) -> Any:
-    """The column `name`; else, with dots, what lies below a column: reward_model.ground_truth."""
+    """Return the column `name`, or what lies there by dots (reward_model.style), or ABSENT."""
     if name in row:
         return row[name]
     value: Any = row
@@ -451,7 +463,7 @@ def lookup(row: Row, name: str) -> Any:
 
 
 def of_texts(row: Row, where: str, key: str) -> None:
-    """Raises ConfigError for a row with pictures in the columns that other tools have them in."""
+    """Raise ConfigError for a row with pictures in the usual columns of multimodal data sets."""
     if column := next((c for c in ("images", "videos") if row.get(c)), None):
         raise ConfigError(
             f"{where}: column {column!r} is not empty; multimodal inputs are not offered.  Use "
@@ -461,8 +473,8 @@ def of_texts(row: Row, where: str, key: str) -> None:
 
 
 def _verl_row(settings: TasksetSettings, row: Row, where: str) -> Row:
-    """The row with its data source under the name that rewards look for.  Raises ConfigError for
-    pictures, and for a row that only a model can score where a rule was to.
+    """Return the row with its data source under the name that rewards read.  Raises ConfigError for
+    pictures, and for a row that needs a reward model instead of a rule.
     """
     of_texts(row, where, _key(settings, "format.preset"))
     source = lookup(row, settings.format.data_source_key)
@@ -489,37 +501,35 @@ def _messages(
 
 
 def as_chat(value: Any) -> tuple[dict[str, Any], ...]:
-    """The messages of a column, also of JSON text, as templates take them.  Raises ValueError that
-    says what it must be.
-    """
-    given = _from_json(value)
+    """Return a column's messages (or JSON text) as templates take them.  Raises ValueError."""
+    messages = of_sharegpt(_from_json(value))
     if (
-        not isinstance(given, list)
-        or not given
-        or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in given)
+        not isinstance(messages, list)
+        or not messages
+        or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
     ):
         raise ValueError("a list of messages such as {role: user, content: ...}")
-    return tuple(map(_message, given))
+    return tuple(map(_message, messages))
 
 
-def _message(given: dict[str, Any]) -> dict[str, Any]:
-    # templates ask whether a key is there
-    made = {k: v for k, v in given.items() if v is not None or k == "content"}
-    if isinstance(given.get("content"), list):
-        made["content"] = plain_text(given["content"])
-        if made["content"] is None:
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    # templates test whether a key exists
+    cleaned = {k: v for k, v in message.items() if v is not None or k == "content"}
+    if isinstance(message.get("content"), list):
+        cleaned["content"] = plain_text(message["content"])
+        if cleaned["content"] is None:
             raise ValueError(
                 "messages whose content is text; images, sound and videos are not offered"
             )
-    return made
+    return cleaned
 
 
 def _tools(settings: TasksetSettings, row: Row, where: str) -> tuple[dict[str, Any], ...]:
     value = lookup(row, settings.format.tools_key)
     if value in (ABSENT, None, ""):
         return ()
-    given = _from_json(value)
-    if not isinstance(given, list) or not all(isinstance(t, dict) for t in given):
+    tools = _from_json(value)
+    if not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
         raise _wrong(
             settings,
             where,
@@ -528,7 +538,7 @@ def _tools(settings: TasksetSettings, row: Row, where: str) -> tuple[dict[str, A
             value,
             "a list of tools, or that list as JSON",
         )
-    return tuple(given)
+    return tuple(tools)
 
 
 def _from_json(value: Any) -> Any:
@@ -551,10 +561,10 @@ def _missing(settings: TasksetSettings, where: str, which: str, name: str, row: 
 
 
 def _wrong(
-    settings: TasksetSettings, where: str, which: str, name: str, value: Any, wanted: str
+    settings: TasksetSettings, where: str, which: str, name: str, value: Any, expected: str
 ) -> ConfigError:
     return ConfigError(
-        f"{where}: key {name!r} is {value!r:.80} ({type(value).__name__}); it must be {wanted}.",
+        f"{where}: key {name!r} is {value!r:.80} ({type(value).__name__}); it must be {expected}.",
         key=_key(settings, f"format.{which}"),
         given=value,
     )

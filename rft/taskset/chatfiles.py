@@ -1,19 +1,19 @@
-"""A model folder's tokenizer and chat template, read with `tokenizers` and `jinja2` alone: how a
-chat reads, and which are too long.
+"""Render chats and count their tokens with a model folder's tokenizer and chat template, using only
+`tokenizers` and `jinja2`.
 
-Knows the Hugging Face folder layout, neither torch nor transformers.  What a workflow adds to a
-chat is not counted. Invariants: the same text as the engine sees; the same files and rows leave out
-the same rows, in however many processes they are counted.
+Knows the Hugging Face folder layout, neither torch nor transformers.  Messages that a workflow adds
+to a chat are not counted.
+Invariant: the text equals the engine's; the same files and rows leave out the same rows, however
+many processes count.
 """
 
 from __future__ import annotations
 
 import difflib
 import itertools
-import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,46 +23,49 @@ import xxhash
 from rft.errors import ConfigError
 from rft.files.disk import read_regular
 from rft.files.strict_json import parse_json
-from rft.taskset import parallel
+from rft.taskset import parallel, template_worker
 from rft.taskset.settings import PromptLimit, TasksetSettings
 from rft.types import modelfiles
 from rft.types.task import Task
-from rft.worker.threads import TooLong, within
 
 KEY = "model.model_path"
-RENDER_S = 10.0
 MAX_TEXT = 32 << 20
 MAX_TEMPLATE = 1 << 20
-_WIDTH = re.compile(r"%[^a-zA-Z%]*(\d{5,}|\*)")
 _NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFiles:
-    """What a folder says about texts."""
+    """The tokenizer and templates of a model's folder."""
 
     folder: Path
     tokenizer_config: dict[str, Any]
 
     @cached_property
     def chat_template(self) -> str | None:
-        """Raises ConfigError for one that is no text."""
+        """Raises ConfigError if the template is no text."""
         return self._templates.get("default", next(iter(self._templates.values()), None))
 
     @cached_property
     def _templates(self) -> dict[str, str]:
-        """By name; the files beside go before what the settings say."""
+        """Templates by name; template files take precedence over tokenizer_config.json."""
         file = self.folder / "chat_template.jinja"
         files = {"default": file} if file.exists() else {}
         files |= {p.stem: p for p in sorted(self.folder.glob("additional_chat_templates/*.jinja"))}
         if files:
             return {name: read_template(path, KEY) for name, path in files.items()}
-        given = self.tokenizer_config.get("chat_template")
-        if isinstance(given, list) and all(
-            isinstance(t, dict) and {"name", "template"} <= t.keys() for t in given
+        templates = self.tokenizer_config.get("chat_template")
+        if isinstance(templates, list) and all(
+            isinstance(t, dict) and {"name", "template"} <= t.keys() for t in templates
         ):
-            given = {t["name"]: t["template"] for t in given}
-        named = given if isinstance(given, dict) else {} if given is None else {"default": given}
+            templates = {t["name"]: t["template"] for t in templates}
+        named = (
+            templates
+            if isinstance(templates, dict)
+            else {}
+            if templates is None
+            else {"default": templates}
+        )
         if not all(isinstance(text, str) for text in named.values()):
             raise ConfigError(
                 f"{self.folder / 'tokenizer_config.json'}: chat_template must be a text", key=KEY
@@ -75,12 +78,12 @@ class ChatFiles:
 
         file = self.folder / "tokenizer.json"
         try:
-            made = Tokenizer.from_file(str(file))
-        except Exception as e:  # the library has no class for it
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as e:  # the library raises plain Exception
             raise ConfigError(f"{file} is no tokenizer: {e}", key=KEY) from None
-        made.no_padding()  # the settings in the file are for other uses
-        made.no_truncation()
-        return made
+        tokenizer.no_padding()  # the settings in the file are for other uses
+        tokenizer.no_truncation()
+        return tokenizer
 
     @property
     def can_count(self) -> bool:
@@ -90,28 +93,30 @@ class ChatFiles:
         return self.count_each([text])[0]
 
     def count_each(self, texts: Iterable[str]) -> list[int]:
-        """Tokens of each text; several at a time are quicker."""
+        """Return the number of tokens of each text; batches are faster."""
         return [
             len(e.ids)
             for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         ]
 
     def encode_each(self, texts: Iterable[str]) -> list[list[int]]:
-        """Token ids of each text, as it stands."""
+        """Return the token ids of each text, without special tokens."""
         return [
             e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         ]
 
     @cached_property
     def _marks_beginnings(self) -> bool:
-        """Whether a text begins with other tokens than stand in the middle of one: some tokenizers
-        put a space before it.
+        """Whether tokens at the start of a text differ from tokens inside it; some tokenizers
+        prepend a space.
         """
         alone, behind = self.encode_each(("a", "\na"))
         return behind[-len(alone) :] != alone
 
     def encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
-        """Token ids of pieces of one text, each as it stands behind the one before."""
+        """Return the token ids of consecutive pieces of one text, each as it follows the previous
+        piece.
+        """
         if not self._marks_beginnings:
             return self.encode_each(pieces)
         alone = self.encode_each(pieces)
@@ -120,16 +125,16 @@ class ChatFiles:
         return [alone[0], *(both[len(a) :] if both[: len(a)] == a else b for a, both, b in behind)]
 
     def encode_text(self, text: str) -> list[int]:
-        """Token ids of a single text, with the special tokens that the tokenizer puts around it."""
+        """Return the token ids of a text, with the special tokens that the tokenizer adds."""
         return list(self._tokenizer.encode(text).ids)
 
     def text(self, tokens: list[int]) -> str:
-        """Special tokens included."""
+        """Decode tokens, including special tokens."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
     def marked(self, tokens: list[int], mask: list[bool]) -> str:
-        """The text of `tokens`, special ones included; where `mask` is True it stands between « and
-        ».
+        """Decode `tokens`, including special tokens; parts where `mask` is True are put between «
+        and ».
         """
         pieces = [
             (on, [t for t, _ in part])
@@ -146,10 +151,29 @@ class ChatFiles:
         opening: bool = True,
         **kwargs: Any,
     ) -> str:
-        """The prompt that the engine will see.  Raises ConfigError when there is no template or it
-        does not work.
+        """Return the prompt that the engine will see; `opening` adds the start of the assistant's
+        message.
 
-        `opening`: with the beginning of the assistant's next message.
+        Raises ConfigError without a template, or if the template fails.
+        """
+        beginnings = [(len(messages), opening)]
+        (text,) = self.render_each(messages, tools, beginnings, template=template, **kwargs)
+        return text
+
+    def render_each(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        beginnings: Sequence[tuple[int, bool]],
+        *,
+        template: str | None,
+        today: datetime | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
+        """Return the texts of several beginnings of a chat: (number of messages, opening).
+
+        `today`: the date that the template reads.
+        Raises ConfigError without a template, or if the template fails.
         """
         source = (
             template or (self._templates.get("tool_use") if tools else None) or self.chat_template
@@ -157,31 +181,33 @@ class ChatFiles:
         if source is None:
             raise ConfigError(
                 f"the tokenizer of {self.folder} has no chat template; write "
-                f"model.chat_template_path",
+                f"model.custom_chat_template",
                 key=KEY,
             )
-        names = {**self.special_tokens, **kwargs, "add_generation_prompt": opening}
-        return render(source, modelfiles.as_read(messages, source), tools, names)
+        names = {**self.special_tokens, **kwargs}
+        return template_worker.render(
+            source, messages, tools, names, beginnings, today=today, key=KEY
+        )
 
     @cached_property
     def special_tokens(self) -> dict[str, str]:
-        """By their names in templates, such as eos_token; older models have them in a file of their
-        own.
+        """Special tokens by their names in templates, such as eos_token; older models have them in
+        a separate file.
         """
-        given = self.tokenizer_config
-        if "added_tokens_decoder" not in given:
-            given = {**given, **read_settings(self.folder / "special_tokens_map.json")}
+        config = self.tokenizer_config
+        if "added_tokens_decoder" not in config:
+            config = {**config, **read_settings(self.folder / "special_tokens_map.json")}
         texts = {
             name: v.get("content") if isinstance(v, dict) else v
-            for name, v in given.items()
+            for name, v in config.items()
             if name.endswith("_token")
         }
         return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def open_chat(path: str) -> ChatFiles:
-    """Tokenizer and template of a model.  Raises ConfigError where there is no such folder, or
-    tokens cannot be counted in it.
+    """Open tokenizer and template of a model.  Raises ConfigError if the folder is missing or has
+    no tokenizer.json.
     """
     folder = find_model(path)
     if not (folder / "tokenizer.json").is_file():
@@ -196,24 +222,24 @@ def open_chat(path: str) -> ChatFiles:
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """A JSON file of a model's folder; empty if there is none.  Raises ConfigError."""
+    """Read a JSON file of a model's folder; empty if the file is missing.  Raises ConfigError."""
     try:
-        found = parse_json(read_regular(file, MAX_TEXT).decode("utf-8")) if file.exists() else {}
+        content = parse_json(read_regular(file, MAX_TEXT).decode("utf-8")) if file.exists() else {}
     except (OSError, ValueError) as e:
         raise ConfigError(
             f"{file} cannot be read as JSON: {e}", key=KEY, given=str(file.parent)
         ) from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigError(
-            f"{file} holds a {type(found).__name__}; it must be a mapping",
+            f"{file} holds a {type(content).__name__}; it must be a mapping",
             key=KEY,
             given=str(file.parent),
         )
-    return found
+    return content
 
 
 def read_template(file: Path, key: str) -> str:
-    """A chat template's text.  Raises ConfigError naming `key`."""
+    """Read a chat template.  Raises ConfigError naming `key`."""
     try:
         return read_regular(file, MAX_TEMPLATE).decode("utf-8")
     except OSError as e:
@@ -226,78 +252,8 @@ def read_template(file: Path, key: str) -> str:
         ) from None
 
 
-def render(
-    source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]], names: dict[str, Any]
-) -> str:
-    """A chat template on `messages`, in Jinja's sandbox, the way transformers does it."""
-    from jinja2 import TemplateError
-
-    try:
-        given = {
-            "messages": messages,
-            "tools": tools or None,
-            "add_generation_prompt": True,
-            **names,
-        }
-        return within(RENDER_S, lambda: str(_compiled(source).render(given)))
-    except (
-        TemplateError,
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        MemoryError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as e:
-        raise ConfigError(
-            f"the chat template does not work on these messages: {type(e).__name__}: {e}", key=KEY
-        ) from None
-    except TooLong:
-        raise ConfigError(
-            f"the chat template did not finish these messages within {RENDER_S:g} s", key=KEY
-        ) from None
-
-
-@lru_cache(maxsize=16)
-def _compiled(source: str) -> Any:
-    from datetime import datetime
-
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    class Environment(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset(("*", "**", "%"))
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            """One step of the interpreter ends by no deadline, so none may be large."""
-            sized = [len(x) for x in (left, right) if isinstance(x, str | list | tuple)]
-            numbers = [abs(x) for x in (left, right) if isinstance(x, int)]
-            if (operator == "*" and sized and max(sized) * max(numbers, default=1) > MAX_TEXT) or (
-                operator == "**" and max(numbers, default=0) > 1000
-            ):
-                raise TemplateError(f"{operator!r} would make too large a value")
-            if operator == "%" and isinstance(left, str) and _WIDTH.search(left):
-                raise TemplateError("a format asks for too much space")
-            return super().call_binop(context, operator, left, right)
-
-    env = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    env.filters["tojson"] = (
-        lambda x, ensure_ascii=False, indent=None, separators=None, sort_keys=False: json.dumps(
-            x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
-    )
-    env.globals["raise_exception"] = refuse
-    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return env.from_string(modelfiles.plain_jinja(source))
-
-
 def find_model(path: str, key: str = KEY) -> Path:
-    """The folder that `path` names: a folder, or a hub id in the local cache.  Raises ConfigError."""
+    """Return the folder of `path`: a folder, or a hub id in the local cache.  Raises ConfigError."""
     folder = Path(path)
     if folder.is_dir():
         return folder
@@ -313,8 +269,8 @@ def find_model(path: str, key: str = KEY) -> Path:
             key=key,
             given=path,
         )
-    if (found := modelfiles.snapshot(path)) is not None:
-        return found
+    if (snapshot := modelfiles.snapshot(path)) is not None:
+        return snapshot
     if modelfiles.HUB_ID.fullmatch(path):
         raise ConfigError(
             f"{path!r} is neither a folder nor a model in the local hub cache "
@@ -343,13 +299,13 @@ def _near(path: Path) -> str:
     return f"  Did you mean {folder / near[0]}?" if near else ""
 
 
-_opened = lru_cache(maxsize=1)(open_chat)  # in a process that counts one part after the other
+_opened = lru_cache(maxsize=1)(open_chat)  # used by worker processes that count several parts
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """The rows that `option` leaves out, in order, of `total`: they have more tokens than `limit`
-    says, at most `longest`.
+    """The rows that `option` leaves out of `total`, in order: longer than `limit`, at most
+    `longest` tokens.
     """
 
     rows: tuple[int, ...]
@@ -370,10 +326,10 @@ class LeftOut:
 
 
 def find_overlong(tasks: Iterable[Task], settings: TasksetSettings) -> LeftOut | None:
-    """The tasks beyond `settings.prompt_limit`; None if there is none.
+    """Return the tasks beyond `settings.prompt_limit`; None if there are none.
 
-    Raises ConfigError if nothing is left, or cannot be counted, or where the limit says that such a
-    row is to be refused.
+    Raises ConfigError if nothing remains, if tokens cannot be counted, or if the limit refuses such
+    rows.
     """
     limit = settings.prompt_limit
     assert limit is not None
@@ -402,27 +358,27 @@ def find_overlong(tasks: Iterable[Task], settings: TasksetSettings) -> LeftOut |
             key=f"taskset {settings.name}.filter_overlong_prompts",
             given=True,
         )
-    said = {
+    labels = {
         "option": "filter_overlong_prompts",
         "limit": f"model.max_prompt_tokens {limit.max_tokens}",
     }
-    return LeftOut(rows=tuple(over), total=total, longest=longest, **said) if over else None
+    return LeftOut(rows=tuple(over), total=total, longest=longest, **labels) if over else None
 
 
 def _counted(
     tasks: Iterable[Task], settings: TasksetSettings, limit: PromptLimit
 ) -> Iterator[tuple[int, int]]:
-    """(row, tokens of its chat) of each task that has a chat."""
+    """Yield (row, tokens of its chat) of each task with a chat."""
     chats = _chats(tasks, settings, limit)
     parts = iter(lambda: list(itertools.islice(chats, parallel.AT_ONCE)), [])
     first = next(parts, [])
     second = next(parts, [])
     common = asdict(limit)
-    whole = itertools.chain([first], [second] if second else [], parts)
+    all_parts = itertools.chain([first], [second] if second else [], parts)
     indexes: list[list[int]] = []
 
     def questions() -> Iterator[list[Any]]:
-        for part in whole:
+        for part in all_parts:
             indexes.append([index for index, _, _ in part])
             yield [(messages, tools) for _, messages, tools in part]
 
@@ -442,7 +398,7 @@ def _chats(
             messages = task.chat()
         except ValueError as e:
             if limit.refuse:
-                continue  # its workflow makes its own prompt
+                continue  # its workflow builds its own prompt
             raise ConfigError(
                 str(e), key=f"taskset {settings.name}.filter_overlong_prompts", given=True
             ) from None
@@ -450,8 +406,8 @@ def _chats(
 
 
 def count(limit: dict[str, Any], chats: list[Any]) -> list[int]:
-    """Tokens of each (messages, tools) under the fields of a PromptLimit; what another process
-    does, too.
+    """Return the tokens of each (messages, tools); `limit` holds the fields of a PromptLimit.  Also
+    called in worker processes.
     """
     files = _opened(limit["model_path"])
     template = limit["chat_template"]
@@ -460,6 +416,6 @@ def count(limit: dict[str, Any], chats: list[Any]) -> list[int]:
         files.render(messages, tools, template=template, **values) for messages, tools in chats
     ]
     keys = [xxhash.xxh3_128_digest(text.encode()) for text in texts]
-    new = dict(zip(keys, texts, strict=True))  # data sets repeat their prompts
+    new = dict(zip(keys, texts, strict=True))  # data sets repeat prompts
     counts = dict(zip(new, files.count_each(new.values()), strict=True))
     return [counts[key] for key in keys]

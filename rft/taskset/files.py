@@ -1,8 +1,8 @@
-"""Tasksets from files: jsonl, json, csv and parquet by our own readers, folders and Hugging Face
-ids through `datasets`.
+"""Tasksets from files: jsonl, json, csv and parquet with rft's own readers, folders and Hugging
+Face ids with `datasets`.
 
-Every complaint names the file and the line (or row).  Nothing here knows what a column means; that
-is `base.row_to_task`.
+Every error names the file and the line (or row).  The meaning of columns is unknown here; see
+`base.row_to_task`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from rft.taskset.base import (
 )
 from rft.taskset.settings import TasksetSettings
 
-# part of the Arrow type in which Hugging Face keeps an image, sound or video
+# part of the Arrow type of Hugging Face images, sound and videos
 _MEDIA = re.compile(r"\bbytes: (large_)?binary")
 _SPOKEN = {"role", "function", "parameters", "arguments"}  # keys of messages, tools and calls
 
 
 def open_path(settings: TasksetSettings) -> RowSource:
-    """The rows of a file, a folder, or a Hugging Face data set id."""
+    """Open the rows of a file, a folder, or a Hugging Face data set id."""
     path = Path(settings.path).expanduser()
     if path.is_dir():
         file = _of_split(settings, path)
@@ -83,7 +83,7 @@ def open_path(settings: TasksetSettings) -> RowSource:
 
 
 def _jsonl(settings: TasksetSettings, path: Path) -> RowSource:
-    found = FoundRows(settings)
+    collected = FoundRows(settings)
     data = path.read_bytes()
     for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not (line := raw.strip()):
@@ -91,29 +91,29 @@ def _jsonl(settings: TasksetSettings, path: Path) -> RowSource:
         try:
             row = parse_json(_text(settings, line, f"{path}:{number}"))
         except ConfigError as e:
-            found.bad(e)
+            collected.bad(e)
         except json.JSONDecodeError as e:
-            found.bad(
+            collected.bad(
                 _error(
                     settings,
                     f"{path}:{number}: not JSON ({e.msg} at column {e.colno}): {_short(line)}",
                 )
             )
         except ValueError as e:
-            found.bad(_error(settings, f"{path}:{number}: {e}: {_short(line)}"))
+            collected.bad(_error(settings, f"{path}:{number}: {e}: {_short(line)}"))
         else:
             if isinstance(row, dict):
-                found.row(row, number)
+                collected.row(row, number)
             else:
                 kind = type(row).__name__
-                found.bad(
+                collected.bad(
                     _error(
                         settings,
                         f"{path}:{number}: a line must be a JSON object, not {kind}: "
                         f"{_short(line)}",
                     )
                 )
-    return found.source(lambda line: f"{path}:{line}", xxhash.xxh3_128_hexdigest(data))
+    return collected.source(lambda line: f"{path}:{line}", xxhash.xxh3_128_hexdigest(data))
 
 
 def _json(settings: TasksetSettings, path: Path) -> RowSource:
@@ -132,18 +132,18 @@ def _json(settings: TasksetSettings, path: Path) -> RowSource:
         raise _error(
             settings, f"{path}: must hold a JSON list of objects, not {type(rows).__name__}"
         )
-    found = FoundRows(settings)
+    collected = FoundRows(settings)
     for i, row in enumerate(rows):
         if isinstance(row, dict):
-            found.row(row, i)
+            collected.row(row, i)
         else:
-            found.bad(
+            collected.bad(
                 _error(
                     settings,
                     f"{path}, element {i}: must be a JSON object, not {type(row).__name__}",
                 )
             )
-    return found.source(lambda i: f"{path}, element {i}", xxhash.xxh3_128_hexdigest(data))
+    return collected.source(lambda i: f"{path}, element {i}", xxhash.xxh3_128_hexdigest(data))
 
 
 def _csv(settings: TasksetSettings, path: Path) -> RowSource:
@@ -153,23 +153,23 @@ def _csv(settings: TasksetSettings, path: Path) -> RowSource:
         io.StringIO(_text(settings, data.removeprefix(b"\xef\xbb\xbf"), str(path)), newline=""),
         strict=True,
     )
-    found = FoundRows(settings)
+    collected = FoundRows(settings)
     try:
         for row in reader:
             width = len(reader.fieldnames or ())
             if None in row or None in row.values():
                 at = f"{path}:{reader.line_num}"
-                found.bad(
+                collected.bad(
                     _error(
                         settings,
                         f"{at}: the line does not have {width} columns as the first line says",
                     )
                 )
             else:
-                found.row(dict(row), reader.line_num)
+                collected.row(dict(row), reader.line_num)
     except csv.Error as e:
         raise _error(settings, f"{path}:{reader.line_num}: not CSV ({e})") from None
-    return found.source(lambda line: f"{path}:{line}", xxhash.xxh3_128_hexdigest(data))
+    return collected.source(lambda line: f"{path}:{line}", xxhash.xxh3_128_hexdigest(data))
 
 
 def _parquet(settings: TasksetSettings, path: Path) -> RowSource:
@@ -188,12 +188,12 @@ def _parquet(settings: TasksetSettings, path: Path) -> RowSource:
             row for batch in table.to_batches(max_chunksize=1024) for row in batch.to_pylist()
         ),
     )
-    rows = ByIndex(len(stored), lambda i: _own(stored[i]), lambda: map(_own, stored))
+    rows = ByIndex(len(stored), lambda i: _drop_nulls(stored[i]), lambda: map(_drop_nulls, stored))
     where = f"{path}, row "
     fingerprint = sample_fingerprint(
         stored,
         table.column_names,
-        whole=lambda: xxhash.xxh3_128_hexdigest(pa.memory_map(str(path)).read_buffer()),
+        full=lambda: xxhash.xxh3_128_hexdigest(pa.memory_map(str(path)).read_buffer()),
     )
     return RowSource(
         rows=rows,
@@ -204,7 +204,7 @@ def _parquet(settings: TasksetSettings, path: Path) -> RowSource:
 
 
 def _of_texts(settings: TasksetSettings, source: str, schema: Any) -> None:
-    """Raises ConfigError for an Arrow schema with a column of images, sound or videos."""
+    """Raise ConfigError for an Arrow schema with a column of images, sound or videos."""
     if media := [field.name for field in schema if _MEDIA.search(str(field.type))]:
         offer = (
             "use a data set of texts, or save it without that column (remove_columns, then "
@@ -217,73 +217,79 @@ def _of_texts(settings: TasksetSettings, source: str, schema: Any) -> None:
         )
 
 
-def _own(value: Any, inside: bool = False) -> Any:
-    """A value of a table; messages, tools and calls in its lists without the nulls that stand there
-    for keys of another one.
+def _drop_nulls(value: Any, inside: bool = False) -> Any:
+    """Drop nulls from messages, tools and calls inside lists, where Arrow adds keys of other
+    elements.
 
-    `inside` such an element.  A message keeps its `content`.
+    `inside`: the value is such an element.  A message keeps its `content`.
     """
     if isinstance(value, dict):
-        kept = value.keys() if not inside else {"content"} & value.keys() if "role" in value else ()
-        return {k: _own(v, inside) for k, v in value.items() if v is not None or k in kept}
+        required = (
+            value.keys() if not inside else {"content"} & value.keys() if "role" in value else ()
+        )
+        return {
+            k: _drop_nulls(v, inside) for k, v in value.items() if v is not None or k in required
+        }
     if not isinstance(value, list) or not value or isinstance(value[0], int | float | str):
         return value
-    return [_own(v, inside or (isinstance(v, dict) and bool(_SPOKEN & v.keys()))) for v in value]
+    return [
+        _drop_nulls(v, inside or (isinstance(v, dict) and bool(_SPOKEN & v.keys()))) for v in value
+    ]
 
 
 _READERS = {".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
 
 
 def _of_split(settings: TasksetSettings, folder: Path) -> Path | None:
-    """The file of a folder that is named after the split, such as train.parquet; None where
-    `datasets` has to find the rows.
+    """Return the file of a folder named after the split, such as train.parquet; None if `datasets`
+    must find the rows.
     """
-    if (
-        settings.subset_name is not None
-        or (folder / "state.json").is_file()
-        or (folder / "dataset_dict.json").is_file()
-    ):
+    if settings.subset_name is not None or _is_saved(folder):
         return None
-    found = [
+    files = [
         folder / f"{settings.split}{suffix}"
         for suffix in _READERS
         if (folder / f"{settings.split}{suffix}").is_file()
     ]
-    if len(found) > 1:
+    if len(files) > 1:
         raise _error(
             settings,
-            f"{folder} holds {' and '.join(f.name for f in found)}; name one of them in path",
+            f"{folder} holds {' and '.join(f.name for f in files)}; name one of them in path",
         )
-    return found[0] if found else None
+    return files[0] if files else None
+
+
+def _is_saved(folder: Path) -> bool:
+    """Return whether `save_to_disk` of a Dataset or a DatasetDict wrote this folder."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def _load(settings: TasksetSettings, source: str, folder: Path | None) -> Any:
+    import datasets
+
+    if folder is None or not _is_saved(folder):
+        return datasets.load_dataset(source, settings.subset_name, split=settings.split)
+    if settings.subset_name is not None:
+        raise ValueError(
+            f"it has no subsets, and {settings.subset_name!r} is asked for; leave subset_name out"
+        )
+    loaded = datasets.load_from_disk(source)
+    if isinstance(loaded, datasets.Dataset) and settings.split not in ("train", str(loaded.split)):
+        raise ValueError(
+            f"it was saved without splits, and {settings.split!r} is asked for; save a DatasetDict"
+        )
+    return loaded
 
 
 def _open_datasets(settings: TasksetSettings, folder: Path | None) -> RowSource:
-    """A folder (saved with `save_to_disk`, or of data files) or a hub id; HF_HUB_OFFLINE and
-    HF_HOME are honoured.
+    """Open a folder (saved with `save_to_disk`, or of data files) or a hub id; HF_HUB_OFFLINE and
+    HF_HOME are respected.
     """
     import datasets
 
     source = str(folder) if folder is not None else settings.path
     try:
-        if folder is not None and (
-            (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
-        ):
-            if settings.subset_name is not None:
-                raise ValueError(
-                    f"it has no subsets, and {settings.subset_name!r} is asked for; leave "
-                    f"subset_name out"
-                )
-            loaded: Any = datasets.load_from_disk(source)
-            if isinstance(loaded, datasets.Dataset) and settings.split not in (
-                "train",
-                str(loaded.split),
-            ):
-                raise ValueError(
-                    f"it was saved without splits, and {settings.split!r} is asked for; save a "
-                    f"DatasetDict"
-                )
-        else:
-            loaded = datasets.load_dataset(source, settings.subset_name, split=settings.split)
+        loaded = _load(settings, source, folder)
     except (
         OSError,
         ValueError,
@@ -316,13 +322,15 @@ def _open_datasets(settings: TasksetSettings, folder: Path | None) -> RowSource:
             )
         loaded = loaded[settings.split]
     _of_texts(settings, source, loaded.features.arrow_schema)
-    rows = ByIndex(len(loaded), lambda i: _own(loaded[i]), lambda: map(_own, loaded))
-    plain = (row for table in loaded.with_format("arrow").iter(1024) for row in table.to_pylist())
+    rows = ByIndex(len(loaded), lambda i: _drop_nulls(loaded[i]), lambda: map(_drop_nulls, loaded))
+    row_stream = (
+        row for table in loaded.with_format("arrow").iter(1024) for row in table.to_pylist()
+    )
     return RowSource(
         rows=rows,
         where=lambda i: f"{source} ({settings.split}), row {i}",
         fingerprint=sample_fingerprint(
-            loaded, loaded.column_names, whole=lambda: fingerprint_of(plain)
+            loaded, loaded.column_names, full=lambda: fingerprint_of(row_stream)
         ),
         check_all=len(rows) <= CHECKED,
     )
@@ -352,7 +360,9 @@ def _near(path: Path) -> str:
 
 
 def _can_write(folder: Path) -> bool:
-    """Whether this process can write to `folder`, tried out: permissions alone do not tell."""
+    """Return whether this process can write to `folder`, by trying; permission bits are not
+    sufficient.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

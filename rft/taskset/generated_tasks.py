@@ -1,5 +1,6 @@
-"""Tasksets that are made, not read: path `rft.taskset.generated_tasks:seeds` and so on.  No task is
-in both splits.
+"""Generated tasksets, with paths such as `rft.taskset.generated_tasks:seeds`.
+
+Invariant: no task is in both splits.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ Split = Literal["train", "test"]
 HELD_OUT_DOUBLES = 2  # digit pairs
 HELD_OUT_OTHERS = 13
 _HELD_OUT_MAPS = 0.3
-_MOST_DRAWS = 10_000  # of sets of numbers, until one belongs to the split
+_MOST_DRAWS = 10_000  # draws of number sets until one belongs to the split
 COUNTDOWN_PROMPT = (
     "Use each of the numbers {numbers} once with + - * / and brackets to get {target}. "
     "Give the equation between <answer> and </answer>, for example <answer>(1 + 2) / 3</answer>."
@@ -19,10 +20,10 @@ COUNTDOWN_PROMPT = (
 
 
 def seeds(*, split: Split, count: int = 1000, first: int = 0) -> list[dict[str, Any]]:
-    """Rows {prompt, seed} for environments that make their own worlds: training seeds are even,
-    held-out ones odd.
+    """Rows {prompt, seed} for environments that generate worlds: training seeds are even, test
+    seeds odd.
 
-    `first` leaves out so many.
+    `first`: number of seeds to skip.
     """
     test = _is_test(split)
     numbers = range(2 * first + test, 2 * (first + count), 2)
@@ -35,16 +36,16 @@ def digit_sums(*, split: Split, seed: int = 0) -> list[dict[str, Any]]:
 
     A small pretrained model learns them in minutes.  The 55 unordered digit pairs are divided once
     per `seed`: 15 of them (2 doubles such as 4+4, 13 others) are the test split and are never
-    trained in either order.  Both splits use both orders, so there are 28 test prompts and 72 train
+    trained in either order.  Both splits use both orders, which gives 28 test prompts and 72 train
     prompts.
     """
     test = _is_test(split)
     rng = random.Random(seed)
     doubles = [(a, a) for a in range(10)]
-    others = [(a, b) for a in range(10) for b in range(a + 1, 10)]
+    mixed = [(a, b) for a in range(10) for b in range(a + 1, 10)]
     rng.shuffle(doubles)
-    rng.shuffle(others)
-    held_out = {*doubles[:HELD_OUT_DOUBLES], *others[:HELD_OUT_OTHERS]}
+    rng.shuffle(mixed)
+    held_out = {*doubles[:HELD_OUT_DOUBLES], *mixed[:HELD_OUT_OTHERS]}
     ordered = [
         (a, b) for a in range(10) for b in range(10) if ((min(a, b), max(a, b)) in held_out) == test
     ]
@@ -72,7 +73,7 @@ def countdown(
     while len(rows) < count:
         draws += 1
         numbers = [rng.randint(1, highest) for _ in range(size)]
-        # in any order they belong to one split
+        # the split depends on the set, not on its order
         if (random.Random(str(sorted(numbers))).random() < 0.2) != test:
             if not rows and draws > _MOST_DRAWS:
                 raise ValueError(
@@ -93,14 +94,14 @@ def countdown(
 
 
 def _reach(rng: random.Random, numbers: list[int]) -> int:
-    left = list(numbers)
-    rng.shuffle(left)
-    while len(left) > 1:
-        a = left.pop()
-        b = left.pop()
+    pool = list(numbers)
+    rng.shuffle(pool)
+    while len(pool) > 1:
+        a = pool.pop()
+        b = pool.pop()
         ways = [a + b, a * b, abs(a - b), *([a // b] if b and a % b == 0 else [])]
-        left.append(rng.choice(ways))
-    return left[0]
+        pool.append(rng.choice(ways))
+    return pool[0]
 
 
 def frozen_lake_maps(
@@ -113,13 +114,13 @@ def frozen_lake_maps(
     count: int | None = None,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Rows {prompt, desc} for `frozen_lake_workflow`: `desc` are the map's lines of S (start), F
+    """Rows {prompt, desc} for `frozen_lake_workflow`: `desc` holds the map's lines of S (start), F
     (ice), H (hole), G (goal).
 
-    Every map has a way from start to goal that touches no hole.
-    `corners`: the start is the upper left and the goal the lower right one; else both are anywhere.
-     Three of ten different maps are the test split.  `distance`: moves of the shortest way at most.
-      `count`: so many rows; None: all (at most 2000 are drawn).
+    Every map has a path from start to goal that touches no hole.  `corners`: start at the upper
+    left, goal at the lower right; else anywhere.  The test split is 30 % of the different maps.
+    `distance`: maximum moves of the shortest path.  `count`: number of rows; None = all (at most
+    2000 are drawn).
     """
     test = _is_test(split)
     if not 2 <= size <= 8 or not 0 <= holes <= size * size - 2:
@@ -129,9 +130,9 @@ def frozen_lake_maps(
     rng = random.Random(f"{seed}-{size}-{holes}-{distance}-{corners}")
     maps: dict[tuple[str, ...], None] = {}
     for _ in range(6000):
-        made = _draw_map(rng, size, holes, corners)
-        if (way := moves(made)) is not None and (distance is None or way <= distance):
-            maps[made] = None
+        lake = _draw_map(rng, size, holes, corners)
+        if (way := moves(lake)) is not None and (distance is None or way <= distance):
+            maps[lake] = None
         if len(maps) >= 2000:
             break
     if len(maps) < 2:
@@ -141,22 +142,22 @@ def frozen_lake_maps(
         )
     ordered = list(maps)
     held_out = max(1, round(_HELD_OUT_MAPS * len(ordered)))
-    mine = ordered[:held_out] if test else ordered[held_out:]
-    return [{"prompt": "\n".join(lake), "desc": list(lake)} for lake in mine[:count]]
+    chosen = ordered[:held_out] if test else ordered[held_out:]
+    return [{"prompt": "\n".join(lake), "desc": list(lake)} for lake in chosen[:count]]
 
 
 def moves(lake: tuple[str, ...]) -> int | None:
-    """Moves of the shortest way from start to goal; None where there is none."""
+    """Return the moves of the shortest path from start to goal; None without a path."""
     cells = {(r, c): cell for r, line in enumerate(lake) for c, cell in enumerate(line)}
     here = [at for at, cell in cells.items() if cell == "S"]
-    seen = set[tuple[int, int]]()
+    visited = set[tuple[int, int]]()
     count = 0
     while here:
         if any(cells[at] == "G" for at in here):
             return count
-        seen.update(here)
+        visited.update(here)
         near = {(r + dr, c + dc) for r, c in here for dr, dc in ((0, -1), (1, 0), (0, 1), (-1, 0))}
-        here = [at for at in near if cells.get(at, "H") != "H" and at not in seen]
+        here = [at for at in near if cells.get(at, "H") != "H" and at not in visited]
         count += 1
     return None
 

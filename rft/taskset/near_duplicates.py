@@ -1,9 +1,8 @@
-"""Which of many sequences are nearly the same, by MinHash (Broder 1997) and banding.
+"""Find near-duplicate sequences by MinHash (Broder 1997) and banding.
 
-numpy alone, so that the answers of a step take a fraction of a second.
-
-Knows numbers and texts; no tasks.  Invariant: the same sequences give the same answer in every
-process.
+Uses only numpy, so that the answers of a step take a fraction of a second.  Knows numbers and
+texts; no tasks.
+Invariant: the same sequences give the same result in every process.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-_FEW = 4  # earlier ones of a bucket that one is compared with
+_FEW = 4  # earlier sequences of a bucket to compare with
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 def signatures(sequences: Sequence[np.ndarray], *, size: int = 64, shingle: int = 5) -> np.ndarray:
-    """uint64 [N, size]: of N sequences of integers, over their runs of `shingle` neighbours; a
-    shorter one is one run.
+    """Return MinHash signatures, uint64 [N, size], of N integer sequences over their runs of
+    `shingle` neighbours; a shorter sequence is one run.
     """
     draw = np.random.default_rng(20261123)
     a, b = draw.integers(0, 1 << 64, (2, size), dtype=np.uint64)
@@ -28,37 +27,37 @@ def signatures(sequences: Sequence[np.ndarray], *, size: int = 64, shingle: int 
     out = np.empty((len(sequences), size), np.uint64)
     for i, sequence in enumerate(sequences):
         runs = _hashed(np.asarray(sequence, np.uint64), shingle)
-        # wraps around: multiply and shift
+        # multiply-shift hash; overflow is intended
         out[i] = ((runs[:, None] * a + b) >> np.uint64(16)).min(axis=0) if len(runs) else 0
     return out
 
 
 def _hashed(numbers: np.ndarray, shingle: int) -> np.ndarray:
-    """One number for each different run of `shingle` neighbours."""
+    """Return one hash for each distinct run of `shingle` neighbours."""
     width = min(shingle, len(numbers))
     mixed = np.zeros(max(0, len(numbers) - width + 1), np.uint64)
     for k in range(width):
-        # wraps around
+        # overflow is intended
         mixed = (mixed ^ numbers[k : k + len(mixed)]) * np.uint64(0x9E3779B97F4A7C15)
         mixed ^= mixed >> np.uint64(29)
     return np.unique(mixed)
 
 
 def earlier(
-    found: np.ndarray, *, threshold: float, rows: int = 4, labels: Sequence[object] | None = None
+    sketches: np.ndarray, *, threshold: float, rows: int = 4, labels: Sequence[object] | None = None
 ) -> Iterator[tuple[int, int]]:
-    """(i, j), j < i, for each sequence that is like an earlier one: about `threshold` or more of
-    their runs are in both.
+    """Yield (i, j), j < i, for each sequence similar to an earlier one: Jaccard index of the runs
+    about `threshold` or more.
 
-    One j for each i, the most alike of those that share a band of `rows` signature values.
-    `labels`: those with equal ones are not compared.
+    At most one j per i: the most similar among those sharing a band of `rows` signature values.
+    Sequences with equal `labels` are not compared.
     """
-    bands = found.shape[1] // rows
-    seen: list[defaultdict[bytes, list[int]]] = [defaultdict(list) for _ in range(bands)]
-    for i, mine in enumerate(found):
+    bands = sketches.shape[1] // rows
+    buckets: list[defaultdict[bytes, list[int]]] = [defaultdict(list) for _ in range(bands)]
+    for i, sketch in enumerate(sketches):
         near: set[int] = set()
         for band in range(bands):
-            bucket = seen[band][mine[band * rows : (band + 1) * rows].tobytes()]
+            bucket = buckets[band][sketch[band * rows : (band + 1) * rows].tobytes()]
             near.update(j for j in bucket if labels is None or labels[j] != labels[i])
             if len(bucket) < _FEW and (
                 labels is None or labels[i] not in [labels[j] for j in bucket]
@@ -66,13 +65,13 @@ def earlier(
                 bucket.append(i)
         if not near:
             continue
-        alike, j = max((float((found[j] == mine).mean()), -j) for j in near)
+        alike, j = max((float((sketches[j] == sketch).mean()), -j) for j in near)
         if alike >= threshold:
             yield i, -int(j)
 
 
 def words(text: str) -> np.ndarray:
-    """A text as numbers: its words and signs in lower case, hashed; white space does not count."""
+    """Hash the words and punctuation marks of a text in lower case; white space is ignored."""
     import xxhash
 
     return np.array(

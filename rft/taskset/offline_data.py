@@ -1,13 +1,14 @@
-"""Data sets to train on as they are: chats to imitate, texts to continue, pairs of a better and a
-worse answer, as tokens.
+"""Data sets for offline training as tokens: chats to imitate, texts to continue, preference pairs,
+answers with labels.
 
-Knows the tokenizer's files (`chatfiles`) and the rows of a taskset, no losses.  Invariant: the
-tokens before an answer are those that an engine would be given, and what is trained of an answer is
-what a model would have to generate, its end token included, nothing after.
+Knows the tokenizer's files (`chatfiles`) and the rows of a taskset, no losses.
+Invariant: the tokens before an answer equal an engine's prompt, and the trained part of an answer
+equals a model's generation, including its end token and nothing after.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Sequence
@@ -21,49 +22,49 @@ import numpy as np
 import xxhash
 
 from rft.errors import ConfigError
-from rft.taskset.base import ABSENT, as_chat, lookup, of_texts
+from rft.taskset.base import ABSENT, Taskset, as_chat, lookup, of_texts
 from rft.taskset.chatfiles import KEY, ChatFiles, LeftOut, find_model, open_chat, read_settings
 from rft.taskset.open_source import open_taskset
 from rft.taskset.settings import OfflineDataSettings
-from rft.types.experience import Demonstration, Preference
+from rft.types.experience import Demonstration, LabelledAnswer, Preference
 from rft.types.ids import ExperienceId
 from rft.types.modelfiles import vocab_size
 from rft.types.task import Task
 
 log = logging.getLogger(__name__)
-_SAID = ("content", "reasoning_content", "reasoning", "thinking")  # texts of an answer
-# of templates that write it: rows must be the same on the day when a run goes on
+_SAID = ("content", "reasoning_content", "reasoning", "thinking")  # text fields of an answer
+# the date for templates that print it, so that a resumed run has the same rows
 _TODAY = datetime(2026, 1, 1)
 
 
 @dataclass(frozen=True)
 class OfflineData:
-    """The rows of a data set as tokens, in the order of the file."""
+    """The rows of a data set as tokens, in file order."""
 
     settings: OfflineDataSettings
     records: Sequence[Demonstration | Preference]
-    fingerprint: str  # of settings that matter, rows and tokens
-    left_out: LeftOut | None = None  # the rows that are too long
+    fingerprint: str  # of settings that affect tokens, rows and tokens
+    left_out: LeftOut | None = None  # rows that are too long
 
     def __len__(self) -> int:
         return len(self.records)
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row; of a pair those of both sides, their prompt twice."""
+        """Tokens of each row; a pair counts both sides, including the prompt twice."""
         return [sum(len(tokens) for tokens, _ in sides(r)) for r in self.records]
 
     @property
     def trained_tokens(self) -> int:
-        """Of all rows, in one epoch."""
+        """Trained tokens of all rows in one epoch."""
         return sum(int(mask.sum()) for r in self.records for _, mask in sides(r))
 
     def batch(self, step: int, size: int, seed: int) -> list[int]:
-        """The places in `records` of train step `step` (from 1): a function of its arguments alone,
-        so a resumed run continues exactly.
+        """Return the indices into `records` of train step `step` (from 1).
 
-        sequential: file order, again and again; shuffle: another permutation in each epoch; random:
-        drawn for each step, no row twice.
+        The result depends only on the arguments, so a resumed run continues exactly.  sequential:
+        file order, repeated; shuffle: a new permutation in each epoch; random: drawn per step
+        without repetition.
         """
         selector = self.settings.rows.selector
         own_seed = self.settings.rows.seed
@@ -77,8 +78,8 @@ class OfflineData:
         return [int(_permutation(seed, own_seed, epoch, rows)[at]) for epoch, at in places]
 
     def place(self, steps: int, size: int, seed: int) -> str:
-        """What a checkpoint after `steps` steps remembers; another data set or another order gives
-        another text.
+        """Return the text that a checkpoint stores after `steps` steps; another data set or order
+        gives another text.
         """
         facts = (
             self.fingerprint,
@@ -92,10 +93,8 @@ class OfflineData:
 
 
 def open_offline_data(settings: OfflineDataSettings) -> OfflineData:
-    """Reads and tokenizes every row.  Raises ConfigError naming the first row that cannot be used."""
-    # only some rows need that column: see _with_answer
-    own = replace(settings.rows.format, response_key="")
-    taskset = open_taskset(replace(settings.rows, format=own))
+    """Read and tokenize every row.  Raises ConfigError naming the first unusable row."""
+    taskset = _open_rows(settings)
     chat = open_chat(settings.model_path)
     tokens = _Tokens(settings, chat)
     records: list[Demonstration | Preference] = []
@@ -130,32 +129,56 @@ def open_offline_data(settings: OfflineDataSettings) -> OfflineData:
         records.append(record)
         for ids, mask in sides(record):
             digest.update(ids.tobytes() + mask.tobytes())
+        if isinstance(record, LabelledAnswer):
+            digest.update(b"%d" % record.label)
     if not records:
         text = f"{settings.rows.path}: no row has at most {settings.max_tokens} tokens"
         raise ConfigError(text, key=settings.rows.key, given=settings.max_tokens)
+    labels = {r.label for r in records if isinstance(r, LabelledAnswer)}
+    if len(labels) == 1:
+        raise ConfigError(
+            f"{settings.rows.path}: {settings.label_key!r} is {str(*labels).lower()} in all "
+            f"{len(records)} rows; answers of both labels are compared",
+            key=f"{settings.rows.key}.format.label_key",
+            given=settings.label_key,
+        )
     if not left_out:
         return OfflineData(settings, records, digest.hexdigest())
-    said = {"option": "filter_overlong", "limit": f"model.max_model_len {settings.max_tokens}"}
-    gone = LeftOut(rows=tuple(left_out), total=len(taskset), longest=most, **said)
-    log.info("%s: %s", settings.rows.name, gone)
-    return OfflineData(settings, records, digest.hexdigest(), gone)
+    facts = {"option": "filter_overlong", "limit": f"model.max_model_len {settings.max_tokens}"}
+    left_out_rows = LeftOut(rows=tuple(left_out), total=len(taskset), longest=most, **facts)
+    log.info("%s: %s", settings.rows.name, left_out_rows)
+    return OfflineData(settings, records, digest.hexdigest(), left_out_rows)
 
 
 def sides(record: Demonstration | Preference) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(tokens int32 [T], loss mask bool [T]) of what is trained of a record: itself, or of a pair
-    the chosen and the rejected side.
+    """Return (tokens int32 [T], loss mask bool [T]) of a demonstration, or of the chosen and the
+    rejected side of a pair.
     """
     if isinstance(record, Demonstration):
         return [(record.tokens, record.loss_mask)]
-    whole = [np.concatenate([record.prompt, side]) for side in (record.chosen, record.rejected)]
-    return [(tokens, np.arange(len(tokens)) >= len(record.prompt)) for tokens in whole]
+    sequences = [np.concatenate([record.prompt, side]) for side in (record.chosen, record.rejected)]
+    return [(tokens, np.arange(len(tokens)) >= len(record.prompt)) for tokens in sequences]
 
 
 # ---------------------------------------------------------------- a row as tokens
 
 
+def _open_rows(settings: OfflineDataSettings) -> Taskset:
+    """The rows; the chosen chat of a pair stands for a prompt that has no column."""
+    # only some rows need response_key: see _with_answer
+    form = replace(settings.rows.format, response_key="")
+    try:
+        return open_taskset(replace(settings.rows, format=form))
+    except ConfigError:
+        if settings.kind == "pairs":
+            form = replace(form, prompt_type="messages", messages_key=settings.chosen_key)
+            with suppress(ConfigError):
+                return open_taskset(replace(settings.rows, format=form))
+        raise
+
+
 class _Tokens:
-    """Turns rows into records with one tokenizer and template."""
+    """Converts rows into records with one tokenizer and template."""
 
     def __init__(self, settings: OfflineDataSettings, chat: ChatFiles) -> None:
         self._settings = settings
@@ -165,7 +188,7 @@ class _Tokens:
         self.vocab_size = vocab_size(find_model(settings.weights_path or settings.model_path))
 
     def record(self, task: Task, where: str) -> Demonstration | Preference:
-        """Raises ConfigError that names the row."""
+        """Convert one row.  Raises ConfigError naming the row."""
         of_texts(task.row, where, self._key)
         id = ExperienceId(0, 0, 0, task.index, 0)
         match self._settings.kind:
@@ -173,15 +196,27 @@ class _Tokens:
                 return self._text(id, task, where)
             case "pairs":
                 return self._pair(id, task, where)
-            case "chats":
-                tokens, mask = self._turns(
-                    task, self._with_answer(task, where), where, every=self._settings.every_turn
-                )
-                return Demonstration(id=id, tokens=tokens, loss_mask=mask)
+        tokens, mask = self._turns(
+            task, self._with_answer(task, where), where, every=self._settings.every_turn
+        )
+        if self._settings.kind == "labels":
+            return LabelledAnswer(
+                id=id, tokens=tokens, loss_mask=mask, label=self._label(task.row, where)
+            )
+        return Demonstration(id=id, tokens=tokens, loss_mask=mask)
+
+    def _label(self, row: dict[str, Any], where: str) -> bool:
+        column = self._settings.label_key
+        if isinstance(label := lookup(row, column), bool):
+            return label
+        text = f"{where}: column {column!r} holds {label!r}; a label is true or false"
+        if label is ABSENT:
+            text = f"{where} has no column {column!r}; its columns are {', '.join(map(str, row))}"
+        raise ConfigError(text, key=f"{self._key}.format.label_key", given=column)
 
     def _text(self, id: ExperienceId, task: Task, where: str) -> Demonstration:
-        """All tokens but the first, which nothing predicts; the tokenizer's own special tokens, and
-        one that ends the text.
+        """Train all tokens but the first, which nothing predicts; with the tokenizer's special
+        tokens and an end token.
         """
         if task.prompt is None:
             raise ConfigError(
@@ -197,8 +232,21 @@ class _Tokens:
             id=id, tokens=np.asarray(ids, np.int32), loss_mask=np.arange(len(ids)) > 0
         )
 
+    def _common(self, task: Task) -> list[dict[str, Any]]:
+        """The messages that both chats of a pair without a prompt begin with, as TRL reads them."""
+        keys = (self._settings.chosen_key, self._settings.rejected_key)
+        try:
+            chosen, rejected = (as_chat(lookup(task.row, key)) for key in keys)
+        except ValueError:
+            return []
+        pairs = zip(chosen, rejected[:-1], strict=False)
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+        return [message for message, _ in same]
+
     def _pair(self, id: ExperienceId, task: Task, where: str) -> Preference:
-        prompt = task.chat()
+        form = self._settings.rows.format
+        column = form.messages_key if form.prompt_type == "messages" else form.prompt_key
+        prompt = self._common(task) if lookup(task.row, column) is ABSENT else task.chat()
         if not prompt or prompt[-1].get("role") == "assistant":
             raise ConfigError(
                 f"{where}: the prompt of a pair must not end with an answer",
@@ -210,9 +258,9 @@ class _Tokens:
             ("rejected_key", self._settings.rejected_key),
         ):
             if (value := lookup(task.row, column)) is ABSENT:
-                there = ", ".join(sorted(map(str, task.row)))
+                columns = ", ".join(sorted(map(str, task.row)))
                 raise ConfigError(
-                    f"{where} has no column {column!r}; its columns are {there}",
+                    f"{where} has no column {column!r}; its columns are {columns}",
                     key=f"{self._key}.format.{name}",
                 )
             answer = self._answer(value, prompt, name, column, where)
@@ -241,8 +289,8 @@ class _Tokens:
     def _answer(
         self, value: Any, prompt: list[dict[str, Any]], name: str, column: str, where: str
     ) -> dict[str, Any]:
-        """The answer in a column: a text, a message, or a chat (or its JSON text) of the prompt and
-        it, which may leave the prompt out.
+        """Return the answer in a column: a text, a message, or a chat (also as JSON text) with or
+        without the prompt before the answer.
         """
         if isinstance(value, str) and value:
             with suppress(ValueError):
@@ -265,8 +313,9 @@ class _Tokens:
     def _turns(
         self, task: Task, messages: list[dict[str, Any]], where: str, *, every: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens int32 [T], loss mask bool [T]) of a chat that ends with an answer; `every` answer
-        is trained, or the last alone.
+        """Return (tokens int32 [T], loss mask bool [T]) of a chat that ends with an answer.
+
+        `every`: train every answer, else only the last.
         """
         answers = [i for i, m in enumerate(messages) if m.get("role") == "assistant"][
             0 if every else -1 :
@@ -280,9 +329,10 @@ class _Tokens:
             raise ConfigError(text, key=self._key)
         pieces: list[str] = []
         done = ""
-        for i in (i for i, weight in zip(answers, weights, strict=True) if weight != 0):
-            before = self._render(task, messages[:i], where, True)
-            through = self._render(task, messages[: i + 1], where, False)
+        trained = [i for i, weight in zip(answers, weights, strict=True) if weight != 0]
+        ends = [end for i in trained for end in ((i, True), (i + 1, False))]
+        texts = self._render(task, messages, ends, where)
+        for i, before, through in zip(trained, texts[::2], texts[1::2], strict=True):
             if (
                 not before.startswith(done)
                 or not through.startswith(before)
@@ -300,7 +350,7 @@ class _Tokens:
         for n, ids in enumerate(self._chat.encode_pieces(pieces)):
             spoken = self._spoken(ids) if n % 2 else 0
             if n == len(pieces) - 1:
-                ids = ids[:spoken]  # nothing comes after the last answer
+                ids = ids[:spoken]  # nothing follows the last answer
             tokens += ids
             mask += [True] * spoken + [False] * (len(ids) - spoken)
         if not any(mask):
@@ -308,21 +358,27 @@ class _Tokens:
         return np.asarray(tokens, np.int32), np.asarray(mask, np.bool_)
 
     def _spoken(self, ids: list[int]) -> int:
-        """How many of an answer's tokens a model generates: up to its end token; templates put line
-        breaks and other ends after that.
+        """Return how many of an answer's tokens a model generates: up to its end token, before line
+        breaks and further ends from the template.
         """
         ends = [i for i, token in enumerate(ids) if token in self._ends]
         while len(ends) > 1 and not self._chat.text(ids[ends[-2] + 1 : ends[-1]]).strip():
             ends.pop()
         return ends[-1] + 1 if ends else len(ids)
 
-    def _render(self, task: Task, messages: list[dict[str, Any]], where: str, opening: bool) -> str:
+    def _render(
+        self,
+        task: Task,
+        messages: list[dict[str, Any]],
+        beginnings: list[tuple[int, bool]],
+        where: str,
+    ) -> list[str]:
         s = self._settings
-        args = {"strftime_now": _TODAY.strftime, **s.chat_template_args, **task.chat_template_args}
+        args = {**s.chat_template_args, **task.chat_template_args}
         template = task.chat_template or s.chat_template
         try:
-            return self._chat.render(
-                messages, list(task.tools), template=template, opening=opening, **args
+            return self._chat.render_each(
+                messages, list(task.tools), beginnings, template=template, today=_TODAY, **args
             )
         except ConfigError as e:
             raise ConfigError(f"{where}: {e.message}", key=e.key, given=e.given) from None
@@ -343,29 +399,29 @@ def _rewritten(where: str, i: int, every: bool) -> str:
 
 
 def _other(answer: dict[str, Any], text: str) -> str | None:
-    """Why `text`, which the template wrote of `answer`, says something else."""
+    """Return why `text`, the rendered `answer`, does not contain the answer; None if it does."""
     if not any(
         value and isinstance(value, str | list)
         for key, value in answer.items()
         if key not in ("role", "name", "id")
     ):
         return "the answer is empty"
-    given = answer.get("tool_calls") or []
+    tool_calls = answer.get("tool_calls") or []
     calls = [
-        *(given if isinstance(given, list) else [given]),
+        *(tool_calls if isinstance(tool_calls, list) else [tool_calls]),
         *filter(None, [answer.get("function_call")]),
     ]
     calls = [c.get("function") or c if isinstance(c, dict) else c for c in calls]
     if not all(isinstance(c, dict) and isinstance(c.get("name"), str) for c in calls):
         return "its tool_calls must be a list of calls, each an object with a name"
-    said = [c["name"] for c in calls]
-    said += (
+    phrases = [c["name"] for c in calls]
+    phrases += (
         part
         for key in _SAID
         if isinstance(value := answer.get(key), str)
         for part in re.split("</?think>", value)
     )
-    lost = next((s.strip() for s in said if s.strip() not in text), None)
+    lost = next((s.strip() for s in phrases if s.strip() not in text), None)
     advice = "give another chat template, or leave that out of the row"
     return (
         None
@@ -375,19 +431,21 @@ def _other(answer: dict[str, Any], text: str) -> str | None:
 
 
 def end_tokens(chat: ChatFiles, settings: OfflineDataSettings) -> list[int]:
-    """What ends a generation in engines: the tokenizer's end token first, then those of the model's
-    folder.
+    """Return the tokens that end a generation in engines: the tokenizer's end token first, then
+    those of the model's folder.
     """
-    found: list[int] = []
+    end_ids: list[int] = []
     model = find_model(settings.weights_path or settings.model_path)
     if (eos := chat.special_tokens.get("eos_token")) is not None and len(
         ids := chat.encode_each([eos])[0]
     ) == 1:
-        found += ids
-    own = model / "generation_config.json"
-    more = read_settings(own if own.exists() else model / "config.json").get("eos_token_id")
-    found += [t for t in (more if isinstance(more, list) else [more]) if isinstance(t, int)]
-    return list(dict.fromkeys(found))
+        end_ids += ids
+    config_file = model / "generation_config.json"
+    more = read_settings(config_file if config_file.exists() else model / "config.json").get(
+        "eos_token_id"
+    )
+    end_ids += [t for t in (more if isinstance(more, list) else [more]) if isinstance(t, int)]
+    return list(dict.fromkeys(end_ids))
 
 
 @lru_cache(maxsize=4)

@@ -1,4 +1,4 @@
-"""From the settings of a taskset to its rows: a built-in kind of source, or one of the user's own."""
+"""Open a taskset from its settings: a built-in kind of source, or a user's own."""
 
 from __future__ import annotations
 
@@ -29,28 +29,24 @@ _FACTORY = re.compile(r"[\w./~-]+:[A-Za-z_]\w*")
 
 
 def open_taskset(settings: TasksetSettings) -> Taskset:
-    """The taskset that `settings` name.
+    """Open the taskset described by `settings`.
 
-    A file (.jsonl, .json, .parquet, .csv), a folder or Hugging Face data set id (read with
-    `datasets`, from its cache when HF_HUB_OFFLINE is set), a table or query of a database,
+    The path is a file (.jsonl, .json, .parquet, .csv), a folder or Hugging Face data set id (read
+    with `datasets`, from its cache when HF_HUB_OFFLINE is set), a table or query of a database,
     `reasoning_gym://name`, a Python factory `pkg.mod:func` / `file.py:func`, or a `TaskSource`
-    (`storage_type`, or `reader_path` with `reader_name`).  Raises ConfigError.
+    (`storage_type`).  Raises ConfigError.
     """
     path = settings.path
     kind = settings.storage_type
-    if settings.reader_path is not None:
-        return _open_reader(
-            settings, f"{settings.reader_path}:{settings.reader_name}", "reader_name"
-        )
     if ":" in kind or kind in REGISTRY.names("task_source"):
-        return _open_reader(settings, kind, "storage_type")
+        return _open_reader(settings, kind)
     openers = extra_entries("taskset")
     if (entry := openers.get(path.partition("://")[0] if "://" in path else kind)) is not None:
         return load_entry(entry)(settings)  # type: ignore[no-any-return]
     if kind not in BUILT_IN:
-        known = ", ".join([*BUILT_IN, *openers, *REGISTRY.names("task_source")])
+        names = ", ".join([*BUILT_IN, *openers, *REGISTRY.names("task_source")])
         raise ConfigError(
-            f"storage type {kind!r} is not known; use {known}, or your own class as "
+            f"storage type {kind!r} is not known; use {names}, or your own class as "
             f"path/file.py:Name",
             key=f"taskset {settings.name}.storage_type",
             given=kind,
@@ -67,7 +63,7 @@ def open_taskset(settings: TasksetSettings) -> Taskset:
 
 
 def _open_factory(settings: TasksetSettings) -> Taskset:
-    """Tasksets from Python: the list of rows (dicts) that `func(split=..., **args)` gives."""
+    """Open a taskset from Python: the list of rows (dicts) returned by `func(split=..., **args)`."""
     func = REGISTRY.get("taskset", settings.path).obj
     key = f"taskset {settings.name}"
     args = _fitting(func, {"split": settings.split, **settings.args}, settings.path, f"{key}.args")
@@ -91,16 +87,16 @@ def _open_factory(settings: TasksetSettings) -> Taskset:
     )
 
 
-def _open_reader(settings: TasksetSettings, name: str, written: str) -> Taskset:
-    """One object of the class `name`, which the configuration names under `written`."""
+def _open_reader(settings: TasksetSettings, name: str) -> Taskset:
+    """Open a taskset from the class `name`."""
     key = f"taskset {settings.name}"
-    whole = f"taskset {settings.name}.{written}"
+    option = f"taskset {settings.name}.storage_type"
     plugin = REGISTRY.get("task_source", name)
-    made = _source_class(plugin.obj, name, whole)
+    source_class = _source_class(plugin.obj, name, option)
     args = _source_arguments(plugin, settings, name, key)
-    blame = partial(blamed, f"task source {name} failed", whole)
+    blame = partial(blamed, f"task source {name} failed", option)
     with blame():
-        source = made(**args)
+        source = source_class(**args)
         count = len(source)
         fingerprint = str(source.fingerprint() or "")
 
@@ -112,59 +108,61 @@ def _open_reader(settings: TasksetSettings, name: str, written: str) -> Taskset:
         try:
             with contained(f"task source {name}"):
                 row = source[i]
-        except Exception as e:  # a source may raise anything; it is a bad row, named as such
-            raise ConfigError(f"{where(i)}: {type(e).__name__}: {e}", key=whole) from e
+        except Exception as e:  # a source may raise anything; the row is reported as bad
+            raise ConfigError(f"{where(i)}: {type(e).__name__}: {e}", key=option) from e
         if not isinstance(row, dict):
             raise ConfigError(
-                f"{where(i)}: is {type(row).__name__}; it must be a dict of columns", key=whole
+                f"{where(i)}: is {type(row).__name__}; it must be a dict of columns", key=option
             )
         return row
 
     rows = ByIndex(count, fetch)
     if not fingerprint and count and not settings.skip_bad_rows:
         fingerprint = sample_fingerprint(
-            rows, name, whole=partial(fingerprint_of, rows) if count <= CHECKED else None
+            rows, name, full=partial(fingerprint_of, rows) if count <= CHECKED else None
         )
-    found = RowSource(
+    row_source = RowSource(
         rows=rows,
         where=where,
         fingerprint=fingerprint or f"{name}-{count}",
         check_all=count <= CHECKED,
     )
-    return Taskset(settings, found)
+    return Taskset(settings, row_source)
 
 
 def _source_class(cls: Any, name: str, key: str) -> type[TaskSource]:
-    whole = derived(cls, TaskSource) if inspect.isclass(cls) else None
+    source_class = derived(cls, TaskSource) if inspect.isclass(cls) else None
     missing = [
         m
         for m in ("__len__", "__getitem__")
-        if whole is None or vars(TaskSource)[m] is inspect.getattr_static(whole, m)
+        if source_class is None or vars(TaskSource)[m] is inspect.getattr_static(source_class, m)
     ]
-    if whole is None or missing:
-        wanted = f"has no {' and no '.join(missing)}" if whole is not None else "is no class"
+    if source_class is None or missing:
+        problem = (
+            f"has no {' and no '.join(missing)}" if source_class is not None else "is no class"
+        )
         raise ConfigError(
-            f"{name} {wanted}; it must be a class with __len__ and __getitem__(i) that gives row i "
+            f"{name} {problem}; it must be a class with __len__ and __getitem__(i) that gives row i "
             f"as a dict",
             key=key,
         )
-    return whole
+    return source_class
 
 
 def _source_arguments(
     plugin: Any, settings: TasksetSettings, name: str, key: str
 ) -> dict[str, Any]:
-    """`path`, `split` and the taskset's `args`, checked against the class's `Args` or its
+    """Return `path`, `split` and the taskset's `args`, checked against the class's `Args` or its
     signature.
     """
-    given = {"path": settings.path, "split": settings.split}
+    arguments = {"path": settings.path, "split": settings.split}
     if plugin.args is not None:
-        return {**given, **checked_args(plugin, settings.args, key=f"{key}.args")}
-    return _fitting(plugin.obj, {**given, **settings.args}, name, f"{key}.args")
+        return {**arguments, **checked_args(plugin, settings.args, key=f"{key}.args")}
+    return _fitting(plugin.obj, {**arguments, **settings.args}, name, f"{key}.args")
 
 
 def _fitting(call: Any, args: dict[str, Any], name: str, key: str) -> dict[str, Any]:
-    """`args`, which `call` takes by name.  Raises ConfigError."""
+    """Return `args` if `call` accepts them by name.  Raises ConfigError."""
     try:
         inspect.signature(call).bind(**args)
     except TypeError as e:

@@ -1,8 +1,8 @@
-"""Work on rows in other processes: `python -m rft.taskset.parallel` answers one part of the rows
-after the other.
+"""Process rows in worker processes (`python -m rft.taskset.parallel`), one part of the rows after
+the other.
 
-Invariant: the answers come in the order of the parts, so a result does not depend on how many
-processes there are.
+Invariant: results come in the order of the parts, so a result does not depend on the number of
+processes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from rft.errors import ConfigError, SetupError
 from rft.worker.job_pool import WorkerPool
 from rft.worker.process import Codec, WorkerDied, WorkerError, serve
 
-AT_ONCE = 4096  # rows of one part; a set that is not larger stays in this process
+AT_ONCE = 4096  # rows of one part; a smaller set is processed in this process
 
 
 def spread(
     work: str, common: dict[str, Any], parts: Iterable[Any], processes: int
 ) -> Iterator[Any]:
-    """`work(common, part)` of each part, in order, in at most `processes` processes.  Raises what
-    the work raises.
+    """Yield `work(common, part)` of each part, in order, from at most `processes` processes.
 
-    `work`: "module:function" of this room.
+    `work`: "module:function" of this package.  Raises the ConfigError of the work, or SetupError.
     """
-    alone = {"TOKENIZERS_PARALLELISM": "false"}  # the processes are the parallelism
-    pool = WorkerPool("rows", "rft.taskset.parallel", size=processes, codec=_MSGPACK, env=alone)
+    alone = {"TOKENIZERS_PARALLELISM": "false"}  # parallelism comes from the processes
+    pool = WorkerPool("rows", "rft.taskset.parallel", size=processes, codec=CODEC, env=alone)
     try:
         for answer in pool.map((work, common, part) for part in parts):
             if "error" in answer:
@@ -44,14 +43,14 @@ def spread(
         pool.close()
 
 
-def _plain(value: Any) -> Any:
+def _refuse(value: Any) -> Any:
     raise ConfigError(
         f"a row holds {type(value).__name__} ({value!r:.60}); rows are made of texts, numbers, "
         f"lists and mappings"
     )
 
 
-_MSGPACK = Codec(msgspec.msgpack.Encoder(enc_hook=_plain).encode, msgspec.msgpack.decode)
+CODEC = Codec(msgspec.msgpack.Encoder(enc_hook=_refuse).encode, msgspec.msgpack.decode)
 
 
 def _answer(request: tuple[str, dict[str, Any], Any]) -> dict[str, Any]:
@@ -61,10 +60,10 @@ def _answer(request: tuple[str, dict[str, Any], Any]) -> dict[str, Any]:
         importlib.import_module(f"rft.taskset.{module}")
     )[name]
     try:
-        return {"value": msgspec.Raw(_MSGPACK.pack(function(common, part)))}
+        return {"value": msgspec.Raw(CODEC.pack(function(common, part)))}
     except ConfigError as e:
         return {"error": e.message, "key": e.key}
 
 
 if __name__ == "__main__":
-    serve(lambda: _answer, codec=_MSGPACK)
+    serve(lambda: _answer, codec=CODEC)

@@ -1,13 +1,13 @@
-"""Operators on the rows of a taskset: the plugin kind "task_operator" and those that are built in.
+"""Operators on the rows of a taskset: the plugin kind "task_operator" and the built-in operators.
 
     @task_operator("short_questions")
     class ShortQuestions(RowOperator):
         def apply(self, row):
             return row if len(row["prompt"]) < 200 else None
 
-A row operator sees one row and may run in several processes; a set operator sees all rows and says
-which stay, in which order. Invariant: an operator never sees more columns than `target_fields`
-names, and what it does not see is kept.
+A row operator sees one row and may run in several processes; a set operator sees all rows, selects
+rows and orders them.
+Invariant: an operator sees only the columns in `target_fields`; other columns are kept.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ task_operator = kind("task_operator")
 
 
 class _Operator:
-    """`__init__` takes the checked `args` as keyword arguments; `needs` maps libraries to the extra
-    that installs them.
+    """`__init__` takes the checked `args` as keyword arguments; `needs` maps required libraries to
+    the extra that installs them.
     """
 
     needs: ClassVar[Mapping[str, str]] = {}
@@ -36,13 +36,13 @@ class _Operator:
 
 class RowOperator(_Operator):
     def apply(self, row: Row) -> Row | None:
-        """The row with other or further columns; None takes it out."""
+        """Return the row with changed or added columns; None removes the row."""
         raise NotImplementedError
 
 
 class SetOperator(_Operator):
     def arrange(self, rows: Sequence[Row]) -> Sequence[int]:
-        """Numbers of the rows that stay, each once, in their new order."""
+        """Return the numbers of the rows to keep, each once, in their new order."""
         raise NotImplementedError
 
 
@@ -51,7 +51,7 @@ class RowOperatorArgs(BaseModel):
 
 
 class _Bounds(RowOperatorArgs):
-    """At least one bound, the lower not above the upper."""
+    """Requires at least one bound, with min <= max."""
 
     field: str = Field(description="Column.")
     min: float | None = Field(None, description="Smallest value to keep.")
@@ -103,7 +103,7 @@ class ValueArgs(RowOperatorArgs):
     drop: tuple[Any, ...] = Field((), description="Drop rows with one of these values.")
 
     @model_validator(mode="after")
-    def _one(self) -> ValueArgs:
+    def _keep_or_drop(self) -> ValueArgs:
         if bool(self.keep) == bool(self.drop):
             raise ValueError("write either keep or drop, a list of values")
         return self
@@ -116,15 +116,15 @@ class ValueFilter(WithArgs, RowOperator):
     def apply(self, row: Row) -> Row | None:
         value = column(row, self.args.field)
         listed = self.args.keep or self.args.drop
-        others = [v for v in listed if v is not None]
+        values = [v for v in listed if v is not None]
         if (
-            others
+            values
             and value is not None
-            and all(isinstance(v, str) != isinstance(value, str) for v in others)
+            and all(isinstance(v, str) != isinstance(value, str) for v in values)
         ):
             advice = "in quotes they are texts: YAML reads yes, no and 1 as something else"
             raise wrong(
-                self.args.field, value, f"of the kind of {', '.join(map(repr, others))} ({advice})"
+                self.args.field, value, f"of the kind of {', '.join(map(repr, values))} ({advice})"
             )
         return row if (value in listed) == bool(self.args.keep) else None
 
@@ -136,7 +136,7 @@ class PassRateArgs(RowOperatorArgs):
 
 @task_operator("pass_rate_score", args=PassRateArgs)
 class PassRateScore(WithArgs, RowOperator):
-    """Writes how hard a row is, from a pass rate that was measured before."""
+    """Computes a difficulty score from a pass rate measured before."""
 
     def apply(self, row: Row) -> Row | None:
         rate = number(row, self.args.field)
@@ -172,7 +172,7 @@ class SortArgs(RowOperatorArgs):
 
 @task_operator("sort_rows", args=SortArgs)
 class SortRows(WithArgs, SetOperator):
-    """Sorts by a number; equal ones keep their order."""
+    """Sorts by a number; equal rows keep their order."""
 
     def arrange(self, rows: Sequence[Row]) -> Sequence[int]:
         values = np.array([number(row, self.args.field) for row in rows])
@@ -182,8 +182,8 @@ class SortRows(WithArgs, SetOperator):
 
 
 def column(row: Row, name: str) -> Any:
-    """The column, or with dots what lies below one.  Raises ConfigError that names it and those
-    there are.
+    """Return the column, or a nested value by dots.  Raises ConfigError naming the column and the
+    existing ones.
     """
     if (value := lookup(row, name)) is ABSENT:
         raise ConfigError(
@@ -193,12 +193,12 @@ def column(row: Row, name: str) -> Any:
 
 
 def number(row: Row, name: str) -> float:
-    """The column as a finite number."""
+    """Return the column as a finite number."""
     value = column(row, name)
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise wrong(name, value, "a finite number")
     return value
 
 
-def wrong(name: str, value: Any, wanted: str) -> ConfigError:
-    return ConfigError(f"column {name!r} is {value!r:.80}; it must be {wanted}")
+def wrong(name: str, value: Any, expected: str) -> ConfigError:
+    return ConfigError(f"column {name!r} is {value!r:.80}; it must be {expected}")

@@ -1,8 +1,8 @@
-"""Which rows of a taskset come next: the plugin kind "selector" and the five that are built in.
+"""Choose the next rows of a taskset: the plugin kind "selector" and the five built-in selectors.
 
-A selector sees lengths, columns of numbers and pass rates, never prompts.  Invariant: `rows`
-depends on the view, the arguments, what was learnt and what is asked, on nothing else; so a run
-that learns the same again chooses the same again.
+A selector sees lengths, numeric columns and pass rates, never prompts.
+Invariant: `rows` depends only on the view, the arguments, the learnt pass rates and the request; a
+run that learns the same makes the same choices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ selector = kind("selector")
 
 @dataclass(frozen=True)
 class View:
-    """What a selector knows of its taskset.  `rng(*what)` gives the same numbers for the same
+    """A selector's view of its taskset.  `rng(*words)` returns the same generator for the same
     words, taskset and seeds.
     """
 
@@ -32,39 +32,40 @@ class View:
 
 
 class TaskSelector:
-    """One taskset's order.  `__init__` takes the view, then the checked `kwargs` of data_selector
+    """Order of one taskset.  `__init__` takes the view, then the checked `kwargs` of data_selector
     as keyword arguments.
     """
 
-    # how many feature_keys it takes: least, most
+    # minimum and maximum number of feature_keys
     num_features: ClassVar[tuple[int, int | None]] = (0, 0)
-    learns: ClassVar[bool] = False  # whether it wants pass rates; then it is for training only
+    learns: ClassVar[bool] = False  # needs pass rates; such a selector is for training only
 
     def __init__(self, view: View, **args: Any) -> None:
         self.view = view
 
     def rows(self, batch: int, first: int, count: int) -> Sequence[int]:
-        """The rows of the taskset's tasks number `first` to `first + count` of the run, which are
-        in explore batch `batch`.
+        """Return the rows for tasks `first` to `first + count` (of this taskset, counted over the
+        run), which belong to explore batch `batch`.
         """
         raise NotImplementedError
 
     def learn(self, rows: np.ndarray, pass_rates: np.ndarray) -> None:
-        """Pass rates (0 to 1) of the tasks of one closed batch; called once for each batch in which
-        there are some, in order.
+        """Learn the pass rates (0 to 1) of the tasks of one closed batch.
+
+        Called in order, once for each batch that has pass rates.
         """
         raise NotImplementedError
 
 
 class NoSelectorArgs(BaseModel):
-    """A selector without arguments."""
+    """For a selector without arguments."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @selector("sequential", args=NoSelectorArgs)
 class Sequential(TaskSelector):
-    """File order, again and again."""
+    """Takes rows in file order, repeatedly."""
 
     def rows(self, batch: int, first: int, count: int) -> Sequence[int]:
         return [n % self.view.length for n in range(first, first + count)]
@@ -72,7 +73,7 @@ class Sequential(TaskSelector):
 
 @selector("shuffle", args=NoSelectorArgs)
 class Shuffle(TaskSelector):
-    """Another permutation in each pass."""
+    """Takes rows in a new permutation in each epoch."""
 
     def __init__(self, view: View) -> None:
         super().__init__(view)
@@ -87,19 +88,20 @@ class Shuffle(TaskSelector):
 
 @selector("random", args=NoSelectorArgs)
 class Random(TaskSelector):
-    """Drawn for each batch, without repetition inside it."""
+    """Draws rows for each batch, without repetition inside a batch."""
 
     def rows(self, batch: int, first: int, count: int) -> Sequence[int]:
-        drawn = self.view.rng("random", batch).choice(
+        rows = self.view.rng("random", batch).choice(
             self.view.length, size=count, replace=count > self.view.length
         )
-        return [int(row) for row in drawn]
+        return [int(row) for row in rows]
 
 
 @selector("offline_easy2hard", args=NoSelectorArgs)
 class OfflineEasyToHard(TaskSelector):
-    """Sorted once by feature_keys, the largest first (then the later row), and taken in that order
-    again and again.
+    """Takes rows sorted once by feature_keys, the largest first, repeatedly.
+
+    Of equal rows the later one comes first.
     """
 
     num_features = (1, None)
@@ -134,17 +136,17 @@ class DifficultyArgs(BaseModel):
 
 
 _DISCOUNT = 0.9  # of the capability coefficient's moving average
-_FAR_OFF = 0.25  # mean error of the interpolation that halves an adaptive rho
+_FAR_OFF = 0.25  # mean error of the interpolation from which an adaptive rho is halved
 
 
 @selector("difficulty_based", args=DifficultyArgs)
 class DifficultyBased(TaskSelector):
-    """Rows whose estimated pass rate is nearest to `target_reward`, by Beta posteriors that pass
-    rates keep up to date (BOTS).
+    """Takes rows whose estimated pass rate is nearest to `target_reward` (BOTS).
 
-    The two feature_keys are pass rates of a weaker and a stronger reference model.  With c, the
-    policy's place between them, every row's pass rate is taken to be p = weak + c (strong - weak),
-    or what was observed in this batch.  Then, with s observed passes of m:
+    Estimates are Beta posteriors updated with pass rates.  The two feature_keys are pass rates of a
+    weaker and a stronger reference model.  With c, the policy's position between them, every row's
+    pass rate is estimated as p = weak + c (strong - weak), or as observed in this batch.  Then,
+    with s observed passes of m:
 
         alpha <- (1 - lamb) alpha + lamb + (1 - rho) s + rho m p,   and beta the same with failures.   arXiv:2510.26374
     """
@@ -158,7 +160,7 @@ class DifficultyBased(TaskSelector):
         self.alpha = np.ones(view.length)
         self.beta = np.ones(view.length)
         self.rho = self.args.rho
-        self.capability: float | None = None  # 0 = the weaker model, 1 = the stronger one
+        self.capability: float | None = None  # 0 = the weaker model, 1 = the stronger model
 
     def rows(self, batch: int, first: int, count: int) -> Sequence[int]:
         rng = self.view.rng("difficulty", batch)
@@ -169,13 +171,13 @@ class DifficultyBased(TaskSelector):
             else self.alpha / (self.alpha + self.beta)
         )
         score = -np.abs(self.args.target_reward - expected)
-        found: list[int] = []
-        while len(found) < count:  # more tasks than rows: every row again
-            size = min(count - len(found), length)
-            # softmax without replacement
+        rows: list[int] = []
+        while len(rows) < count:  # more tasks than rows: repeat rows
+            size = min(count - len(rows), length)
+            # Gumbel-top-k: softmax sampling without replacement
             keys = score if self.args.tau == 0 else score / self.args.tau + rng.gumbel(size=length)
-            found += np.argsort(-keys, kind="stable")[:size].tolist()
-        return found
+            rows += np.argsort(-keys, kind="stable")[:size].tolist()
+        return rows
 
     def learn(self, rows: np.ndarray, pass_rates: np.ndarray) -> None:
         a = self.args

@@ -1,4 +1,4 @@
-"""What the taskset room needs to know.  Torch-free."""
+"""Settings of tasksets, task pipeline and offline data.  Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 
 @dataclass(frozen=True, kw_only=True)
 class FormatSettings:
-    """What the columns of a row mean."""
+    """The meaning of a row's columns."""
 
     prompt_key: str = "prompt"
     response_key: str = "response"
@@ -24,7 +24,7 @@ class FormatSettings:
     workflow_key: str = ""
     reward_fn_key: str = ""
     prompt_type: str = "plaintext"  # "plaintext" reads prompt_key, "messages" reads messages_key
-    # "verl": rows also keep their data source under the name `data_source`
+    # "verl": rows also get their data source under the name `data_source`
     preset: str | None = None
     data_source_key: str = "data_source"  # preset verl: column of the data source
     chat_template: str | None = None  # None = the engine's
@@ -33,13 +33,13 @@ class FormatSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLimit:
-    """Rows whose chat has more than `max_tokens` tokens under this tokenizer and template are left
-    out, or refused.
+    """Leaves out (or refuses) rows whose chat has more than `max_tokens` tokens under this
+    tokenizer and template.
     """
 
     model_path: str  # folder with tokenizer.json
     max_tokens: int
-    refuse: bool = False  # the first such row is an error; rows without a chat are not counted
+    refuse: bool = False  # the first such row is an error; rows without a chat are skipped
     chat_template: str | None = None  # None = the tokenizer's own
     chat_template_args: dict[str, Any] = field(default_factory=dict)
 
@@ -50,12 +50,12 @@ class TaskOperatorSettings:
 
     name: str  # a plugin of kind "task_operator"
     args: dict[str, Any] = field(default_factory=dict)
-    key: str = ""  # where the configuration names it
+    key: str = ""  # configuration key of the operator
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskPipelineSettings:
-    """What is done to rows once before the run, and where the result goes."""
+    """Processing of rows once before the run, and the output file."""
 
     inputs: tuple[str, ...]
     output: str  # jsonl file
@@ -63,7 +63,7 @@ class TaskPipelineSettings:
     target_fields: tuple[str, ...] = ()  # columns that operators see; empty = all
     order: str = "keep"  # keep | shuffle | sort
     priority_weights: dict[str, float] = field(default_factory=dict)  # of score columns, for sort
-    top_k: int = -1  # first rows of that order; -1 = all
+    top_k: int = -1  # keep the first rows of that order; -1 = all
     seed: int = SEED
     num_process: int = 1
     plugin_dirs: tuple[str, ...] = ()
@@ -71,13 +71,11 @@ class TaskPipelineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TasksetSettings:
-    """One taskset: where its rows come from and what is done with each."""
+    """One taskset: the source of its rows, and how each is played."""
 
     name: str
     path: str  # local file or folder, HF dataset id, reasoning_gym://<name>, database URL
     storage_type: str = "file"  # file | sql | reasoning_gym | python
-    reader_path: str | None = None  # file or module with a class of rows; wins over storage_type
-    reader_name: str | None = None
     subset_name: str | None = None
     split: str = "train"
     format: FormatSettings = field(default_factory=FormatSettings)
@@ -89,36 +87,37 @@ class TasksetSettings:
     num_runs: int = 1
     selector: str = "sequential"  # a plugin of kind "selector"
     selector_args: dict[str, Any] = field(default_factory=dict)
-    feature_keys: tuple[str, ...] = ()  # columns of numbers that the selector goes by
+    feature_keys: tuple[str, ...] = ()  # numeric columns used by the selector
     seed: int = SEED
     weight: float | None = None  # share in the mixture; None = proportional to length
     is_eval: bool = False
-    # of a generator such as reasoning_gym, a reader, or {table, query} of sql
+    # arguments of a generator such as reasoning_gym or of a reader, or {table, query} of sql
     args: dict[str, Any] = field(default_factory=dict)
     max_rows: int | None = None
-    # leave out and count rows that cannot be read, instead of refusing the taskset
+    # skip and count unreadable rows instead of refusing the taskset
     skip_bad_rows: bool = False
-    prompt_limit: PromptLimit | None = None  # None = no prompt is counted
-    key: str = field(default="", compare=False)  # where the configuration names it
-    # left | right | middle: where the engine cuts an opening prompt that is too long
+    prompt_limit: PromptLimit | None = None  # None = no limit; prompts are not counted
+    key: str = field(default="", compare=False)  # configuration key of the taskset
+    # left | right | middle: where the engine cuts an overlong first prompt
     prompt_truncation: str = "error"
     num_process: int = 1  # processes that count prompt tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineDataSettings:
-    """A data set that is trained on directly: which rows, what each is, and how it becomes tokens."""
+    """A data set for offline training: its rows, their kind, and their conversion to tokens."""
 
-    rows: TasksetSettings  # where they come from, the columns of a chat, and their order
-    kind: Literal["chats", "texts", "pairs"]
+    rows: TasksetSettings  # source, columns and order of the rows
+    kind: Literal["chats", "texts", "pairs", "labels"]
     model_path: str  # folder with tokenizer.json
-    max_tokens: int  # of one row; of a pair's longer side
-    # the model's folder, whose end tokens count; None = that of the tokenizer
+    max_tokens: int  # of one row; for a pair, of its longer side
+    # the model's folder, which defines end tokens; None = model_path
     weights_path: str | None = None
     chat_template: str | None = None  # None = the tokenizer's own
     chat_template_args: dict[str, Any] = field(default_factory=dict)
-    every_turn: bool = False  # of a chat: train all answers, not only the last
+    every_turn: bool = False  # chats: train all answers, not only the last
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
-    # leave out rows that are too long, instead of refusing the data set
+    label_key: str = "label"
+    # leave out overlong rows instead of refusing the data set
     filter_overlong: bool = False

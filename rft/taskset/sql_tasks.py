@@ -1,10 +1,11 @@
-"""Tasksets from a database: a table, or a query, of SQLite, PostgreSQL or what else SQLAlchemy
-speaks to; read once, never written.
+"""Tasksets from a database table or query (SQLite, PostgreSQL, other SQLAlchemy databases), read
+once, never written.
 
 `path` is a SQLite file or a URL.  `args` holds `table` (null: the taskset's name) or `query`, and
-`order_by`.  A column `raw_task` holds whole rows as JSON, as Trinity-RFT's task tables do;
-otherwise every column of the table is a column of the row. Invariant: the same data give the same
-rows in the same order, because a table is read by its primary key or by `order_by`.
+`order_by`.  A column `raw_task` holds whole rows as JSON, as in Trinity-RFT's task tables;
+otherwise every column of the table is a column of the row.
+Invariant: the same data give the same rows in the same order, because a table is read by its
+primary key or by `order_by`.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ RAW = "raw_task"
 
 
 class SqlArgs(BaseModel):
-    """Which rows: of a table, in an order, or of a query."""
+    """Selects the rows: a table and its order, or a query."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    table: str | None = None  # perhaps with its schema: public.tasks
+    table: str | None = None  # optionally with its schema: public.tasks
     query: str | None = None  # one SELECT, with its own ORDER BY
     order_by: tuple[str, ...] = ()  # columns; empty = the primary key
 
     @model_validator(mode="after")
-    def _one(self) -> SqlArgs:
+    def _table_or_query(self) -> SqlArgs:
         if self.query is not None and (self.table is not None or self.order_by):
             raise ValueError(
                 "query cannot be combined with table and order_by; put them into the query"
@@ -69,8 +70,8 @@ class SqlArgs(BaseModel):
 
 
 def open_sql(settings: TasksetSettings) -> Taskset:
-    """The rows of the table or query, read in one transaction that cannot write.  Raises
-    ConfigError without secrets.
+    """Read the rows of the table or query in one read-only transaction.  Raises ConfigError without
+    secrets.
     """
     learn_secrets(url_passwords(settings.path))
     try:
@@ -97,15 +98,15 @@ def open_sql(settings: TasksetSettings) -> Taskset:
     finally:
         engine.dispose()
 
-    found = FoundRows(settings)
+    collected = FoundRows(settings)
     for i, values in enumerate(rows):
         try:
-            found.row(_row(settings, values, f"{shown}, {what}, row {i}"), i)
+            collected.row(_row(settings, values, f"{shown}, {what}, row {i}"), i)
         except ConfigError as e:
-            found.bad(e)
-    fingerprint = sample_fingerprint(found.rows, what, limit=len(found.rows))
+            collected.bad(e)
+    fingerprint = sample_fingerprint(collected.rows, what, limit=len(collected.rows))
     return Taskset(
-        settings, found.source(lambda place: f"{shown}, {what}, row {place}", fingerprint)
+        settings, collected.source(lambda place: f"{shown}, {what}, row {place}", fingerprint)
     )
 
 
@@ -157,17 +158,17 @@ def _table(
         raise _error(
             settings, f"the taskset's name {name!r} is no name of a table; write args.table", "args"
         )
-    schema, _, plain = name.rpartition(".")
-    there = inspect(connection)
-    known = [*there.get_table_names(schema or None), *there.get_view_names(schema or None)]
-    all_of = ", ".join(known) or "none"
-    if plain not in known:
+    schema, _, table_name = name.rpartition(".")
+    inspector = inspect(connection)
+    tables = [*inspector.get_table_names(schema or None), *inspector.get_view_names(schema or None)]
+    all_of = ", ".join(tables) or "none"
+    if table_name not in tables:
         raise _error(
             settings,
             f"there is no table {name!r} (args.table, else the taskset's name); there are {all_of}",
             "args",
         )
-    table = Table(plain, MetaData(), schema=schema or None, autoload_with=connection)
+    table = Table(table_name, MetaData(), schema=schema or None, autoload_with=connection)
     if unknown := [c for c in args.order_by if c not in table.c]:
         raise _error(
             settings,
@@ -187,14 +188,14 @@ def _table(
 
 def _query(connection: Connection, args: SqlArgs) -> tuple[Sequence[Any], str]:
     assert args.query is not None
-    # without parameters the driver takes a percent sign for itself
+    # with parameters the driver would interpret percent signs
     return connection.execution_options(no_parameters=True).exec_driver_sql(
         args.query
     ).mappings().all(), "query"
 
 
 def _row(settings: TasksetSettings, values: Any, where: str) -> Row:
-    """A table's row as JSON values; that of `raw_task`, where it is there."""
+    """Return a database row as JSON values; the content of `raw_task` if that column exists."""
     if RAW in values:
         raw = values[RAW]
         try:
@@ -211,12 +212,12 @@ def _row(settings: TasksetSettings, values: Any, where: str) -> Row:
             )
         return row
     return {
-        str(name): _plain(settings, value, f"{where}, column {name}")
+        str(name): _json_value(settings, value, f"{where}, column {name}")
         for name, value in values.items()
     }
 
 
-def _plain(settings: TasksetSettings, value: Any, where: str) -> Any:
+def _json_value(settings: TasksetSettings, value: Any, where: str) -> Any:
     if isinstance(value, decimal.Decimal):
         return (
             int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
@@ -235,5 +236,5 @@ def _plain(settings: TasksetSettings, value: Any, where: str) -> Any:
 
 
 def _error(settings: TasksetSettings, message: str, rest: str = "path") -> ConfigError:
-    given = redact(settings.path) if rest == "path" else settings.args
-    return ConfigError(message, key=f"taskset {settings.name}.{rest}", given=given)
+    value = redact(settings.path) if rest == "path" else settings.args
+    return ConfigError(message, key=f"taskset {settings.name}.{rest}", given=value)

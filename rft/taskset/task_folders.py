@@ -1,13 +1,13 @@
-"""Tasks that are folders, as Harbor lays them out: path `rft.taskset.task_folders:task_folders`,
-args `{folder: ...}`.
+"""Tasks stored as folders in Harbor's layout: path `rft.taskset.task_folders:task_folders`, args
+`{folder: ...}`.
 
-    TASK/instruction.md          what the agent is told
-    TASK/environment/            files of the project that it sees and changes; a Dockerfile there makes the image
-    TASK/tests/                  hidden: copied beside the project when it is judged, never shown
-    TASK/task.toml               optional: [environment] docker_image; [metadata] split (train where it is not written)
+    TASK/instruction.md          the agent's prompt
+    TASK/environment/            project files that the agent sees and changes; a Dockerfile builds the image
+    TASK/tests/                  hidden: copied into the project for judging, never shown
+    TASK/task.toml               optional: [environment] docker_image; [metadata] split (default: train)
 
-Invariant: nothing under tests/ is in a prompt, and a task has no file of elsewhere: links are
-refused.
+Invariant: nothing under tests/ is in a prompt, and a task has no files from outside its folder:
+links are refused.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from typing import Any
 
 from rft.files.disk import read_regular
 
-MOST_BYTES = 1 << 20  # of all files of a task's folder
+MOST_BYTES = 1 << 20  # of all files of one subfolder
 MOST_FILES = 1000
 
 
 def task_folders(*, split: str, folder: str) -> list[dict[str, Any]]:
-    """Rows {prompt, name, files, tests, image, dockerfile} in the order of the folders' names;
-    `files` and `tests` are texts by path.
+    """Rows {prompt, name, files, tests, image, dockerfile}, sorted by folder name; `files` and
+    `tests` map paths to texts.
 
-    Raises ValueError for a folder that is no task, OSError where it cannot be read.
+    Raises ValueError for a folder that is no task, OSError if it cannot be read.
     """
     rows = []
     for task in sorted(p for p in Path(folder).iterdir() if p.is_dir()):
-        own = [
+        paths = [
             task,
             *(task / name for name in ("instruction.md", "task.toml", "environment", "tests")),
         ]
         if link := next(
-            (p for p in (*own, *own[-2].rglob("*"), *own[-1].rglob("*")) if p.is_symlink()), None
+            (p for p in (*paths, *paths[-2].rglob("*"), *paths[-1].rglob("*")) if p.is_symlink()),
+            None,
         ):
             raise ValueError(f"{link} is a link; a task has its files in its own folder")
-        parts, image = _told(task / "task.toml")
+        parts, image = _split_and_image(task / "task.toml")
         if parts != split:
             continue
         files = _texts(task / "environment")
@@ -61,39 +62,39 @@ def task_folders(*, split: str, folder: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _told(file: Path) -> tuple[str, str]:
-    """Split and image."""
+def _split_and_image(file: Path) -> tuple[str, str]:
+    """Return (split, image) from task.toml."""
     if not file.exists():
         return "train", ""
     try:
-        told = tomllib.loads(_text(file))
-        found = (
-            told.get("metadata", {}).get("split", "train"),
-            told.get("environment", {}).get("docker_image", ""),
+        config = tomllib.loads(_text(file))
+        fields = (
+            config.get("metadata", {}).get("split", "train"),
+            config.get("environment", {}).get("docker_image", ""),
         )
     except (tomllib.TOMLDecodeError, AttributeError, RecursionError) as e:
         raise ValueError(f"{file} cannot be read: {e}") from None
-    if not all(isinstance(x, str) for x in found):
+    if not all(isinstance(x, str) for x in fields):
         raise ValueError(
-            f"{file}: metadata.split and environment.docker_image are texts; given {found!r}"
+            f"{file}: metadata.split and environment.docker_image are texts; given {fields!r}"
         )
-    return found
+    return fields
 
 
 def _texts(folder: Path) -> dict[str, str]:
-    found = {}
+    texts = {}
     size = 0
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         if not path.is_file() or "__pycache__" in name.parts:
             continue
-        found[str(name)] = _text(path)
-        size += len(found[str(name)])
-        if size > MOST_BYTES or len(found) > MOST_FILES:
+        texts[str(name)] = _text(path)
+        size += len(texts[str(name)])
+        if size > MOST_BYTES or len(texts) > MOST_FILES:
             raise ValueError(
                 f"{folder} is too large; at most {MOST_BYTES} bytes in {MOST_FILES} files are taken"
             )
-    return found
+    return texts
 
 
 def _text(file: Path) -> str:

@@ -1,10 +1,10 @@
-"""In which order tasks are explored: a function of the batch number, and of the outcomes of earlier
-batches where a selector learns.
+"""The order in which tasks are explored: a function of the batch number, and of earlier outcomes if
+a selector learns.
 
-It keeps no position.  Invariant: `batch(b)` and `spare(b, j)` give the same tasks whenever they are
-asked for, in any order; where a selector learns, they do so after the outcomes of exactly the
-batches below `horizon(b)`, so a run that learns the same outcomes again continues exactly where it
-was.
+It stores no position.
+Invariant: `batch(b)` and `spare(b, j)` return the same tasks in any order of calls.  With a
+learning selector this holds after learning exactly the batches below `horizon(b)`, so a run that
+learns the same outcomes again continues exactly.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from rft.taskset.settings import TasksetSettings
 from rft.types.ports import TaskOutcome
 from rft.types.task import Task
 
-# slots over which weights are apportioned that no smaller number of slots fits exactly
+# slots per block for weights that no smaller number of slots fits exactly
 _BLOCK = 1000
 
 
 class TaskOrder:
-    """Batches of `batch_size` tasks out of one or several tasksets.
+    """Batches of `batch_size` tasks from one or several tasksets.
 
-    Slots 0, 1, 2 ... are cut into blocks; in each block every taskset gets its share of slots.  By
-    `weight` they are spread evenly, so that after any number of tasks every taskset is within a
-    task or two of its share; by length (no weights) they are shuffled, and a pass takes every row
-    once.  A taskset's own slots are filled by its selector, see `rft.taskset.selectors`.  `lag` is
-    how many batches may be under way whose outcomes a choice does not wait for.
+    Slots 0, 1, 2 ... are cut into blocks; in each block every taskset gets its share of slots.
+    With `weight` the slots are spread evenly, so that every taskset is always within a task or two
+    of its share; without weights shares follow the lengths and are shuffled, and a pass takes every
+    row once.  A taskset's slots are filled by its selector, see `rft.taskset.selectors`.  `lag`:
+    number of batches in progress whose outcomes a choice does not wait for.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TaskOrder:
         self._shares = _shares(tasksets)
         self._block_size = sum(self._shares)
         self._arrangement = lru_cache(maxsize=4)(self._arrange)
-        # where a selector learns: batches that are not learnt yet
+        # with a learning selector: places of batches that are not learnt yet
         self._chosen: dict[int, list[tuple[int, int]]] = {}
         self._rows_of = lru_cache(maxsize=8)(self._rows)
         self._spares_of = lru_cache(maxsize=8)(self._spares)
@@ -83,52 +83,52 @@ class TaskOrder:
 
     @property
     def learns(self) -> bool:
-        """Whether a selector goes by outcomes."""
+        """Whether a selector uses outcomes."""
         return any(s.learns for s in self._selectors)
 
     def horizon(self, b: int) -> int:
-        """How many batches must be learnt, no more and no fewer, when batch `b` is chosen; 0 where
-        no selector learns.
+        """Return how many batches must be learnt, exactly, when batch `b` is chosen; 0 if no
+        selector learns.
         """
         return max(0, b - self.lag) if self.learns else 0
 
     def learn(self, batch: int, outcomes: Sequence[TaskOutcome]) -> None:
-        """What became of the tasks of `batch`, which is closed; batches come in order.  Tasks
-        without a score are not in it.
+        """Learn the outcomes of the closed `batch`; batches come in order.  Tasks without a score
+        are absent.
         """
         if batch != self.learned:
             raise ValueError(f"batch {self.learned} is to be learnt next, not {batch}")
         for taskset, chooser in zip(self.tasksets, self._selectors, strict=True):
-            found: dict[int, list[float]] = {}
+            rates_by_row: dict[int, list[float]] = {}
             for o in outcomes:
                 if (
                     chooser.learns
                     and o.taskset == taskset.settings.name
                     and (row := taskset.place(o.index)) is not None
                 ):
-                    found.setdefault(row, []).append(min(max(o.pass_rate, 0.0), 1.0))
-            if found:
+                    rates_by_row.setdefault(row, []).append(min(max(o.pass_rate, 0.0), 1.0))
+            if rates_by_row:
                 chooser.learn(
-                    np.fromiter(found, np.int64),
-                    np.array([np.mean(rates) for rates in found.values()]),
+                    np.fromiter(rates_by_row, np.int64),
+                    np.array([np.mean(rates) for rates in rates_by_row.values()]),
                 )
         self.learned += 1
         self._chosen.pop(batch, None)
 
     def batch(self, b: int) -> list[Task]:
-        """The tasks of explore batch `b` (from 0), in task order."""
+        """Return the tasks of explore batch `b` (from 0), in task order."""
         return [self.tasksets[t].task(row) for t, row in self._places(b)]
 
     def spare(self, b: int, j: int) -> Task:
-        """The `j`-th replacement (from 0) for a rejected group of batch `b`: a row that is not in
-        the batch, if possible.
+        """Return replacement `j` (from 0) for a rejected group of batch `b`: a row outside the
+        batch, if possible.
         """
         spares = self._spares_of(b)
         t, row = spares[j % len(spares)]
         return self.tasksets[t].task(row)
 
     def _places(self, b: int) -> list[tuple[int, int]]:
-        """(taskset number, row) of each task of batch b."""
+        """Return (taskset number, row) of each task of batch b."""
         if not self.learns:
             return self._rows_of(b)
         if b not in self._chosen:
@@ -144,12 +144,12 @@ class TaskOrder:
         slots = [self._slot(b * self.batch_size + i) for i in range(self.batch_size)]
         rows = {}
         for t, chooser in enumerate(self._selectors):
-            if numbers := [n for s, n in slots if s == t]:  # they follow each other
+            if numbers := [n for s, n in slots if s == t]:  # the numbers are consecutive
                 rows[t] = iter(_chosen(self.tasksets[t], chooser, b, numbers[0], len(numbers)))
         return [(t, next(rows[t])) for t, _ in slots]
 
     def _slot(self, k: int) -> tuple[int, int]:
-        """Which taskset fills slot k, and how many slots of that taskset come before it."""
+        """Return (taskset of slot k, number of slots of that taskset before k)."""
         block, at = divmod(k, self._block_size)
         owners, ranks = self._arrangement(block)
         t = int(owners[at])
@@ -157,7 +157,7 @@ class TaskOrder:
 
     def _arrange(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         owners = np.repeat(np.arange(len(self._shares)), self._shares)
-        # the j-th task of a taskset stands at (j + 1/2) / share of the block
+        # the j-th task of a taskset is placed at (j + 1/2) / share of the block
         if self.tasksets[0].settings.weight is not None:
             places = np.concatenate([(np.arange(share) + 0.5) / share for share in self._shares])
             owners = owners[np.argsort(places, kind="stable")]
@@ -189,12 +189,12 @@ class TaskOrder:
 
 
 def generator(*what: str | int) -> np.random.Generator:
-    """Random numbers that belong to these words."""
+    """Return a random generator seeded by these words."""
     return np.random.default_rng(xxhash.xxh3_64_intdigest(repr(what).encode()))
 
 
 def evaluation_order(taskset: Taskset) -> list[int]:
-    """The rows of an evaluation taskset in the order of its selector, each once; the same in every
+    """Return the rows of an evaluation taskset in its selector's order, each once; equal in every
     evaluation.
     """
     seed = taskset.settings.seed
@@ -205,12 +205,12 @@ def evaluation_order(taskset: Taskset) -> list[int]:
 def _chosen(
     taskset: Taskset, chooser: TaskSelector, batch: int, first: int, count: int
 ) -> list[int]:
-    """What a selector answers.  Raises ConfigError unless these are so many rows of the taskset."""
+    """Return a selector's rows.  Raises ConfigError unless they are `count` rows of the taskset."""
     rows = [int(row) for row in chooser.rows(batch, first, count)]
     if len(rows) != count or not all(0 <= row < len(taskset) for row in rows):
         s = taskset.settings
-        wanted = f"{count} numbers from 0 to {len(taskset) - 1} were asked for"
-        text = f"{s.selector} gave {len(rows)} rows, {rows!r:.60}; {wanted}"
+        expected = f"{count} numbers from 0 to {len(taskset) - 1} were asked for"
+        text = f"{s.selector} gave {len(rows)} rows, {rows!r:.60}; {expected}"
         raise ConfigError(
             text, key=f"taskset {s.name}.data_selector.selector_type", given=s.selector
         )
@@ -218,60 +218,61 @@ def _chosen(
 
 
 def make_selector(taskset: Taskset, rng: Callable[..., np.random.Generator]) -> TaskSelector:
-    """The taskset's selector.  Raises ConfigError for arguments or feature_keys that it does not
-    take, PluginError for its name.
+    """Create the taskset's selector.  Raises ConfigError for invalid arguments or feature_keys,
+    PluginError for its name.
     """
     s = taskset.settings
     key = f"taskset {taskset.settings.name}.data_selector"
     args = check_selector(s, key, is_eval=s.is_eval)
-    made: TaskSelector = REGISTRY.get("selector", s.selector).obj(
+    selector: TaskSelector = REGISTRY.get("selector", s.selector).obj(
         View(len(taskset), taskset.features(s.feature_keys), rng), **args
     )
-    return made
+    return selector
 
 
 def check_selector(settings: TasksetSettings, key: str, *, is_eval: bool) -> dict[str, Any]:
-    """The arguments of the selector that `settings` name; raises ConfigError under `key`."""
+    """Return the checked arguments of the selector in `settings`; raises ConfigError under `key`."""
     name = settings.selector
     keys = settings.feature_keys
     try:
-        found = REGISTRY.get("selector", name)
+        plugin = REGISTRY.get("selector", name)
     except PluginError as e:
         raise ConfigError(e.message, key=f"{key}.selector_type", given=name) from None
-    if not (isinstance(found.obj, type) and issubclass(found.obj, TaskSelector)):
+    if not (isinstance(plugin.obj, type) and issubclass(plugin.obj, TaskSelector)):
         raise ConfigError(
             f"{name} must be a subclass of rft.taskset.selectors.TaskSelector",
             key=f"{key}.selector_type",
             given=name,
         )
-    if is_eval and found.obj.learns:
+    if is_eval and plugin.obj.learns:
         raise ConfigError(
             f"{name} uses pass rates of training; evaluation takes every row once: use sequential "
             f"or shuffle",
             key=f"{key}.selector_type",
             given=name,
         )
-    least, most = found.obj.num_features
+    least, most = plugin.obj.num_features
     if len(keys) < least or (most is not None and len(keys) > most):
-        wanted = f"exactly {least}" if least == most else f"at least {least}"
-        wanted = "none" if most == 0 else wanted
+        expected = f"exactly {least}" if least == most else f"at least {least}"
+        expected = "none" if most == 0 else expected
         raise ConfigError(
-            f"{name} takes {wanted} (columns of numbers by which it chooses rows); given "
+            f"{name} takes {expected} (columns of numbers by which it chooses rows); given "
             f"{', '.join(keys) or 'none'}",
             key=f"{key}.feature_keys",
             given=list(keys),
         )
-    return checked_args(found, settings.selector_args, key=f"{key}.kwargs")
+    return checked_args(plugin, settings.selector_args, key=f"{key}.kwargs")
 
 
 def num_batches(lengths: Sequence[int], batch_size: int, epochs: int) -> int:
-    """Whole batches in `epochs` epochs; an epoch is as many tasks as all tasksets have rows
-    together, whatever their weights.
+    """Return the number of full batches in `epochs` epochs; an epoch is as many tasks as all
+    tasksets have rows together, whatever their weights.
     """
     rows = sum(lengths)
     if (n := rows * epochs // batch_size) < 1:
         raise ConfigError(
-            f"{rows} rows and {epochs} epochs do not fill one batch of {batch_size} tasks; "
+            f"{rows} row{'s' * (rows != 1)} in {epochs} epoch{'s' * (epochs != 1)} "
+            f"do{'es' * (rows == 1)} not fill one batch of {batch_size} tasks; "
             "raise buffer.total_epochs, set buffer.total_steps, or lower buffer.batch_size",
             key="buffer.batch_size",
             given=batch_size,
@@ -280,10 +281,10 @@ def num_batches(lengths: Sequence[int], batch_size: int, epochs: int) -> int:
 
 
 def _shares(tasksets: Sequence[Taskset]) -> list[int]:
-    """Slots of each taskset in one block: its length, or after `weight`, if need be by largest
-    remainder.
+    """Return the slots of each taskset in one block: its length, or by `weight` with largest
+    remainders.
     """
-    if tasksets[0].settings.weight is None:  # for all of them, or for none
+    if tasksets[0].settings.weight is None:  # all tasksets have weights, or none
         return [len(t) for t in tasksets]
     numbers = np.array([t.settings.weight for t in tasksets], np.float64)
     exact = numbers / numbers.sum()

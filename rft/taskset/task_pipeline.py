@@ -1,8 +1,9 @@
-"""The task pipeline: rows of files through operators, ordered and cut, once before the run, into
-the file that a taskset reads.
+"""The task pipeline: apply operators to rows of files once before the run, order and cut the rows,
+and write the file that a taskset reads.
 
-Knows neither engine nor buffer.  Invariant: the file appears whole or not at all, beside a note of
-what it was made from; a file that was made from something else is never used and never overwritten.
+Knows neither engine nor buffer.
+Invariant: the file appears complete or not at all, next to a note of its inputs; a file made from
+other inputs is never used and never overwritten.
 """
 
 from __future__ import annotations
@@ -31,17 +32,19 @@ from rft.taskset.row_operators import RowOperator, SetOperator
 from rft.taskset.settings import TaskOperatorSettings, TaskPipelineSettings, TasksetSettings
 
 KEY = "data_processor.task_pipeline"
-_FORMAT = 1  # of results; raised when a built-in operator gives other rows than before
+_FORMAT = 1  # of results; increase when a built-in operator changes its results
 _ASKS = ("llm_", "human_", "generate_", "optimize_")
 _DATA_JUICER = ("_filter", "_mapper", "_deduplicator", "_selector", "_aggregator", "_grouper")
 
 
 @dataclass(frozen=True)
 class PreparedRows:
-    """The result: `rows` in order, how many there were after each step, and what it depends on."""
+    """The result: `rows` in order, the row count after each step, and the fingerprint of the
+    inputs.
+    """
 
     rows: Sequence[Row]
-    steps: tuple[tuple[str, int], ...]  # (what was done, rows left)
+    steps: tuple[tuple[str, int], ...]  # (step, rows left)
     fingerprint: str
     reused: bool = False
 
@@ -51,7 +54,7 @@ class PreparedRows:
         return " → ".join(f"{what} {count}" for what, count in self.steps)
 
     def source(self, settings: TaskPipelineSettings) -> RowSource:
-        """The rows as a source that a taskset can be made of."""
+        """Return the rows as a source for a taskset."""
         return RowSource(
             rows=self.rows,
             where=lambda i: f"{settings.output}:{i + 1}",
@@ -61,12 +64,13 @@ class PreparedRows:
 
 
 def prepare(settings: TaskPipelineSettings) -> PreparedRows:
-    """The result, without writing it; read from the file if it exists.  Plugins must be loaded.
+    """Compute the result without writing it, or read it from an existing file.  Plugins must be
+    loaded.
 
-    Raises ConfigError naming the operator, row and column of what is wrong, or an output that
-    exists and is not this result.
+    Raises ConfigError naming the operator, row and column of an error, or an existing output that
+    is not this result.
     """
-    made = [_build(o) for o in settings.operators]
+    operators = [_build(o) for o in settings.operators]
     sources = [
         open_path(TasksetSettings(name="inputs", path=path, workflow=""))
         for path in settings.inputs
@@ -75,12 +79,12 @@ def prepare(settings: TaskPipelineSettings) -> PreparedRows:
     output = Path(settings.output)
     if output.exists():
         return PreparedRows(_read(output, fingerprint), (), fingerprint, reused=True)
-    if (kept := _KEPT.get(fingerprint)) is not None:
-        return kept
+    if (cached := _KEPT.get(fingerprint)) is not None:
+        return cached
     rows = [dict(row) for source in sources for row in source.rows]
     places = [source.where(i) for source in sources for i in range(len(source.rows))]
     steps = [("inputs", len(rows))]
-    for written, operator in zip(settings.operators, made, strict=True):
+    for written, operator in zip(settings.operators, operators, strict=True):
         rows, places = _step(settings, written, operator, rows, places)
         steps.append((written.name.rpartition("/")[2], len(rows)))
     if settings.order != "keep":
@@ -90,15 +94,15 @@ def prepare(settings: TaskPipelineSettings) -> PreparedRows:
         rows = rows[: settings.top_k]
         steps.append((f"top {settings.top_k}", len(rows)))
     if not rows:
-        told = " → ".join(f"{what} {count}" for what, count in steps)
+        counts = " → ".join(f"{what} {count}" for what, count in steps)
         raise ConfigError(
-            f"no row is left: {told}.  Widen the bounds of the operator that removes the last ones",
+            f"no row is left: {counts}.  Widen the bounds of the operator that removes the last ones",
             key=KEY,
         )
-    found = PreparedRows(rows, tuple(steps), fingerprint)
+    prepared = PreparedRows(rows, tuple(steps), fingerprint)
     _KEPT.clear()
-    _KEPT[fingerprint] = found
-    return found
+    _KEPT[fingerprint] = prepared
+    return prepared
 
 
 def opened(
@@ -106,8 +110,8 @@ def opened(
     pipeline: TaskPipelineSettings | None,
     prepared: PreparedRows | None = None,
 ) -> Taskset:
-    """A taskset of a run; one that takes the pipeline's result (`prepared`, where it is known) has
-    it before its file is written, too.
+    """Open a taskset of a run; a taskset that reads the pipeline's output gets the rows (`prepared`
+    if given) even before the file is written.
     """
     if pipeline is None or settings.path != pipeline.output:
         return open_taskset(settings)
@@ -115,32 +119,34 @@ def opened(
 
 
 def write(settings: TaskPipelineSettings) -> PreparedRows:
-    """The result in its file, written aside and renamed; a file that was made from the same inputs
-    is kept.
+    """Write the result to its file (temporary file, then rename); keep a file made from the same
+    inputs.
     """
-    found = prepare(settings)
-    if not found.reused:
+    prepared = prepare(settings)
+    if not prepared.reused:
         output = Path(settings.output)
         output.parent.mkdir(parents=True, exist_ok=True)
-        data = b"".join(_line(row, i) for i, row in enumerate(found.rows))
+        data = b"".join(_line(row, i) for i, row in enumerate(prepared.rows))
         note = {
-            "fingerprint": found.fingerprint,
-            "rows": len(found.rows),
+            "fingerprint": prepared.fingerprint,
+            "rows": len(prepared.rows),
             "xxh3": xxhash.xxh3_128_hexdigest(data),
         }
-        write_whole(_note(output), json.dumps({**note, "steps": found.steps}, indent=1), mode=0o666)
+        write_whole(
+            _note(output), json.dumps({**note, "steps": prepared.steps}, indent=1), mode=0o666
+        )
         write_whole(output, data, mode=0o666)
         _KEPT.clear()
-    return found
+    return prepared
 
 
-# what a check has made, until the run that it comes before writes it; by its fingerprint
+# the last result of a check by fingerprint, until the following run writes it
 _KEPT: dict[str, PreparedRows] = {}
 
 
 def check_operator(written: TaskOperatorSettings) -> tuple[Plugin, dict[str, Any]]:
-    """The operator's plugin and its checked arguments.  Raises ConfigError with the operator's
-    configuration key.
+    """Return the operator's plugin and its checked arguments.  Raises ConfigError with the
+    operator's configuration key.
     """
     name = written.name
     key = written.key
@@ -154,9 +160,9 @@ def check_operator(written: TaskOperatorSettings) -> tuple[Plugin, dict[str, Any
                 f"name the file in inputs"
             )
         elif "juicer" in name.lower() or name.endswith(_DATA_JUICER):
-            known = ", ".join(REGISTRY.names("task_operator"))
+            names = ", ".join(REGISTRY.names("task_operator"))
             message = (
-                f"{name} is none of the operators here ({known}).  A filter of Data-Juicer's is "
+                f"{name} is none of the operators here ({names}).  A filter of Data-Juicer's is "
                 f"{{name: data_juicer_filter, args: "
                 f"{{operators: [{{name: {name}}}]}}}}; write other operators yourself "
                 f"(@task_operator in --plugin-dir)"
@@ -179,7 +185,7 @@ def check_operator(written: TaskOperatorSettings) -> tuple[Plugin, dict[str, Any
 
 
 def operate(common: dict[str, Any], part: dict[str, Any]) -> list[Row | None]:
-    """A row operator on a part of the rows, in another process."""
+    """Apply a row operator to a part of the rows, in a worker process."""
     written = TaskOperatorSettings(**common["operator"])
     if ":" not in written.name and written.name not in REGISTRY.names("task_operator"):
         load_all(common["plugin_dirs"])
@@ -190,8 +196,8 @@ def operate(common: dict[str, Any], part: dict[str, Any]) -> list[Row | None]:
 
 def _build(written: TaskOperatorSettings) -> RowOperator | SetOperator:
     plugin, args = check_operator(written)
-    made: RowOperator | SetOperator = plugin.obj(**args)
-    return made
+    operator: RowOperator | SetOperator = plugin.obj(**args)
+    return operator
 
 
 def _step(
@@ -201,22 +207,22 @@ def _step(
     rows: list[Row],
     places: list[str],
 ) -> tuple[list[Row], list[str]]:
-    seen = (
+    visible = (
         rows
         if not settings.target_fields
         else [_part_of(row, settings, p) for row, p in zip(rows, places, strict=True)]
     )
     if isinstance(operator, SetOperator):
-        stay = _arranged(operator, written, seen)
+        stay = _arranged(operator, written, visible)
         return [rows[i] for i in stay], [places[i] for i in stay]
     if settings.num_process > 1 and len(rows) > parallel.AT_ONCE:
         common = {"operator": asdict(written), "plugin_dirs": list(settings.plugin_dirs)}
         size = parallel.AT_ONCE
         parts = (
-            {"rows": seen[i : i + size], "places": places[i : i + size]}
-            for i in range(0, len(seen), size)
+            {"rows": visible[i : i + size], "places": places[i : i + size]}
+            for i in range(0, len(visible), size)
         )
-        given = [
+        outputs = [
             row
             for part in parallel.spread(
                 "task_pipeline:operate", common, parts, settings.num_process
@@ -224,9 +230,9 @@ def _step(
             for row in part
         ]
     else:
-        given = _applied(operator, written, seen, places.__getitem__)
-    kept = [i for i, row in enumerate(given) if row is not None]
-    return [{**rows[i], **(given[i] or {})} for i in kept], [places[i] for i in kept]
+        outputs = _applied(operator, written, visible, places.__getitem__)
+    remaining = [i for i, row in enumerate(outputs) if row is not None]
+    return [{**rows[i], **(outputs[i] or {})} for i in remaining], [places[i] for i in remaining]
 
 
 def _part_of(row: Row, settings: TaskPipelineSettings, place: str) -> Row:
@@ -246,17 +252,17 @@ def _applied(
     rows: Sequence[Row],
     where: Callable[[int], str],
 ) -> list[Row | None]:
-    found: list[Row | None] = []
+    outputs: list[Row | None] = []
     for i, row in enumerate(rows):
-        given = _guarded(written, partial(operator.apply, dict(row)), where(i))
-        if given is not None and not isinstance(given, dict):
+        output = _guarded(written, partial(operator.apply, dict(row)), where(i))
+        if output is not None and not isinstance(output, dict):
             raise _error(
                 written,
-                f"{where(i)}: apply returned {type(given).__name__}; it must return the row or "
+                f"{where(i)}: apply returned {type(output).__name__}; it must return the row or "
                 f"None",
             )
-        found.append(given)
-    return found
+        outputs.append(output)
+    return outputs
 
 
 def _arranged(
@@ -281,7 +287,7 @@ def _guarded(written: TaskOperatorSettings, call: Callable[[], Any], where: str)
         return call()
     except ConfigError as e:
         raise _error(written, f"{where}: {e.message}") from None
-    except Exception as e:  # an operator may raise anything; the row is named
+    except Exception as e:  # an operator may raise anything; the error names the row
         raise _error(written, f"{where}: {type(e).__name__}: {e}") from e
 
 
@@ -296,7 +302,7 @@ def _ordered(settings: TaskPipelineSettings, rows: Sequence[Row]) -> list[int]:
 
 
 def _priority(settings: TaskPipelineSettings, rows: Sequence[Row]) -> np.ndarray:
-    """Sum of weight x score; each score column is scaled to 0 to 1 over all rows.  float64 [rows]"""
+    """Return the sum of weight x score, float64 [rows]; each score column is scaled to 0 to 1."""
     total = np.zeros(len(rows))
     used = False
     for name, weight in settings.priority_weights.items():
@@ -326,38 +332,40 @@ def _priority(settings: TaskPipelineSettings, rows: Sequence[Row]) -> np.ndarray
 
 
 def _fingerprint(settings: TaskPipelineSettings, sources: Sequence[RowSource]) -> str:
-    """What the result depends on: the inputs, the operators with their arguments and the source of
-    custom ones, the order.
+    """Hash all inputs of the result: rows, operators with arguments and the source code of custom
+    ones, order.
     """
     package = str(Path(row_operators.__file__).parent)
-    own = {}
+    custom_sources = {}
     for o in settings.operators:
         source = Path(REGISTRY.get("task_operator", o.name).source)
         if not str(source).startswith(package) and source.is_file():
-            own[o.name] = xxhash.xxh3_128_hexdigest(source.read_bytes())
-    plain = replace(settings, inputs=(), output="", num_process=1, plugin_dirs=(), operators=())
+            custom_sources[o.name] = xxhash.xxh3_128_hexdigest(source.read_bytes())
+    result_settings = replace(
+        settings, inputs=(), output="", num_process=1, plugin_dirs=(), operators=()
+    )
     what = [(o.name, o.args) for o in settings.operators]
-    # earlier versions knew the end of each alone
+    # earlier versions hashed only the last part of each fingerprint
     marks = [s.fingerprint.rpartition("-") for s in sources]
-    facts = (_FORMAT, [end for *_, end in marks], what, own, asdict(plain))
-    made = xxhash.xxh3_128_hexdigest(
+    facts = (_FORMAT, [end for *_, end in marks], what, custom_sources, asdict(result_settings))
+    digest = xxhash.xxh3_128_hexdigest(
         msgspec.json.encode(facts, enc_hook=repr, order="deterministic")
     )
-    return "-".join([*(whole for whole, *_ in marks if whole), made])
+    return "-".join([*(prefix for prefix, *_ in marks if prefix), digest])
 
 
 def _read(output: Path, fingerprint: str) -> Sequence[Row]:
     note = _note(output)
-    made = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else {}
+    record = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else {}
     data = output.read_bytes()
-    same = fingerprint.endswith(made.get("fingerprint", "none"))
-    if same and made.get("xxh3") == xxhash.xxh3_128_hexdigest(data):
+    same = fingerprint.endswith(record.get("fingerprint", "none"))
+    if same and record.get("xxh3") == xxhash.xxh3_128_hexdigest(data):
         return [msgspec.json.decode(line) for line in data.splitlines()]
-    why = "there is no record of what it was made from"
-    if made:
-        why = "it was changed since" if same else "it was made from other inputs or operators"
+    reason = "there is no record of what it was made from"
+    if record:
+        reason = "it was changed since" if same else "it was made from other inputs or operators"
     raise ConfigError(
-        f"{output} exists, and {why}; it is not overwritten.  Remove or rename it, or name another "
+        f"{output} exists, and {reason}; it is not overwritten.  Remove or rename it, or name another "
         f"path; to use it as it is, take "
         "data_processor.task_pipeline out",
         key=f"{KEY}.output",

@@ -1,5 +1,5 @@
-"""What authors of workflows, rewards and judges test with; no model is needed, and neither torch
-nor an engine's library is loaded.
+"""Test tools for authors of workflows, rewards, judges and algorithms, without a model or an
+engine's library.
 
     from rft.testing import ScriptedModel, run_workflow
 
@@ -7,7 +7,7 @@ nor an engine's library is loaded.
         result = run_workflow(MyWorkflow, {"prompt": "2+2?", "truth": "4"}, ScriptedModel("5", "4"))
         assert result.reward == 1.0
 
-Names are loaded when they are asked for.
+Names are imported on first access.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rft.testing.algorithm import AlgorithmRow as AlgorithmRow
+    from rft.testing.algorithm import try_algorithm as try_algorithm
     from rft.testing.fakes import CassetteMiss as CassetteMiss
     from rft.testing.fakes import FlakyModel as FlakyModel
     from rft.testing.fakes import RecordedModel as RecordedModel
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from rft.testing.trace import WorkflowResult as WorkflowResult
 
 _HOMES = {
+    "AlgorithmRow": "algorithm",
+    "try_algorithm": "algorithm",
     "CassetteMiss": "fakes",
     "RecordedModel": "fakes",
     "FlakyModel": "fakes",

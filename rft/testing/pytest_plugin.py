@@ -1,11 +1,11 @@
-"""pytest fixtures for authors of workflows; nothing is loaded until a test asks for one of them.
+"""pytest fixtures for authors of workflows; modules are imported when a test requests a fixture.
 
     def test_mine(run_workflow, scripted_model):
         assert run_workflow(Mine, "2+2?", scripted_model("4")).reward == 1.0
 
 `run_workflow` prints each trace, which pytest shows when a test fails; in an async test await
-`run_workflow_async`. `recorded_model(model)` plays cassettes/FILE/TEST.json beside the test's file;
---rft-record=all records again.
+`run_workflow_async`.  `recorded_model(model)` plays cassettes/FILE/TEST.json in the folder of the
+test; --rft-record=all records again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ import pytest
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """In a folder without settings pytest-asyncio says so in five lines before every test run; its
-    default is right for our fixtures.
-    """
+    """Silence pytest-asyncio's warning in folders without settings; its default fits our fixtures."""
     del config
     warnings.filterwarnings(
         "ignore", message="The configuration option .asyncio_default_fixture_loop_scope. is unset"
@@ -41,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def scripted_model() -> Callable[..., Any]:
-    """`rft.testing.ScriptedModel`, to be called with answers."""
+    """Return `rft.testing.ScriptedModel`, to be called with answers."""
     from rft.testing.fakes import ScriptedModel
 
     return ScriptedModel
@@ -49,7 +47,9 @@ def scripted_model() -> Callable[..., Any]:
 
 @pytest.fixture
 def recorded_model(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """`recorded_model(model=None, name=None)`: a RecordedModel with a cassette of this test's own."""
+    """Return `recorded_model(model=None, name=None)`, which makes a RecordedModel with this test's
+    cassette.
+    """
     from rft.testing.fakes import RecordedModel
 
     def make(model: Any = None, name: str | None = None) -> RecordedModel:
@@ -62,19 +62,19 @@ def recorded_model(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 @pytest.fixture
 def run_workflow() -> Callable[..., Any]:
-    """`rft.testing.run_workflow`, whose trace is printed."""
+    """Return `rft.testing.run_workflow`, with its trace printed."""
     from rft.testing import play
 
-    return lambda *given, **more: _shown(play.run_workflow(*given, **more))
+    return lambda *args, **more: _shown(play.run_workflow(*args, **more))
 
 
 @pytest.fixture
 def run_workflow_async() -> Callable[..., Awaitable[Any]]:
-    """`rft.testing.run_workflow_async`, whose trace is printed."""
+    """Return `rft.testing.run_workflow_async`, with its trace printed."""
     from rft.testing import play
 
-    async def run(*given: Any, **more: Any) -> Any:
-        return _shown(await play.run_workflow_async(*given, **more))
+    async def run(*args: Any, **more: Any) -> Any:
+        return _shown(await play.run_workflow_async(*args, **more))
 
     return run
 

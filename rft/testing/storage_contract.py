@@ -1,12 +1,12 @@
-"""The tests that every payload storage must pass, behind the real buffer and ledger.  Ships to
-users.
+"""The tests that every payload storage must pass, together with the real buffer and ledger.  Ships
+to users.
 
     class TestDuck(StorageContract):
         def settings(self, folder):
             return BufferSettings(folder=folder, storage_type="duck")
 
-Needs pytest with asyncio_mode=auto.  It knows storages only through `Buffer`, and asks nothing that
-the ledger answers alone; what a restart must keep depends on `durable`.
+Needs pytest with asyncio_mode=auto.  Knows storages only through `Buffer`, and tests nothing that
+only the ledger decides; expectations after a restart depend on `durable`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def row(
     version: Version | None = None,
     trained: bool = True,
 ) -> Experience:
-    """A small valid experience; its tokens follow from its id."""
+    """Return a small valid experience whose tokens are derived from its id."""
     half = tokens // 2
     mask = np.zeros(tokens, np.bool_)
     mask[half:] = trained
@@ -75,7 +75,7 @@ def group(
     explorer: int = 0,
     tokens: int = 12,
 ) -> list[Experience]:
-    """A group with rewards 0, 1, 0, 1 ..."""
+    """Return a group with rewards 0, 1, 0, 1 ..."""
     name = GroupId(lineage, explorer, batch, task)
     return [
         row(name.run(i), reward=float(i % 2), version=version, tokens=tokens) for i in range(runs)
@@ -92,17 +92,17 @@ async def fill(
     close: bool = True,
     explorer: int = 0,
 ) -> None:
-    """Append the groups of a batch that are not stored yet, and close it."""
+    """Append the groups of a batch that are not stored yet, and close the batch."""
     writer = buffer.writer(lineage, explorer)
-    held = {(h.batch, h.task) for h in await writer.stored_groups(batch)}
+    stored = {(h.batch, h.task) for h in await writer.stored_groups(batch)}
     for task in range(groups):
-        if (batch, task) not in held:
+        if (batch, task) not in stored:
             await writer.append(
                 encode(group(lineage, batch, task, version=version, explorer=explorer)),
                 accepted=True,
             )
     if close:
-        await writer.close_batch(batch, accepted=groups, wanted=groups, reasons={})
+        await writer.close_batch(batch, accepted=groups, expected=groups, reasons={})
 
 
 async def take(
@@ -114,12 +114,12 @@ async def take(
 
 
 def ids(lease: Lease) -> list[tuple[int, int, int]]:
-    """(batch, task, run) of the leased rows."""
+    """Return (batch, task, run) of the leased rows."""
     return [(x.id.batch, x.id.task, x.id.run) for x in decode(lease.frame)]
 
 
 class StorageContract:
-    """Subclass it, give `settings`, and set `durable` to what the storage promises."""
+    """Subclass it, define `settings`, and set `durable` to whether the storage survives a restart."""
 
     durable = True
 
@@ -140,14 +140,14 @@ class StorageContract:
         await self.close()
 
     async def opened(self, folder: Path, **changed: Any) -> Buffer:
-        """A buffer with these settings, closed after the test."""
+        """Open a buffer with changed settings; it is closed after the test."""
         buffer = Buffer(dataclasses.replace(self.settings(folder / "buffer"), **changed))
         self._buffers.append(buffer)
         await buffer.open()
         return buffer
 
     async def started(self, folder: Path, **changed: Any) -> Buffer:
-        """One with lineage 1."""
+        """Open a buffer and start lineage 1."""
         buffer = await self.opened(folder, **changed)
         await buffer.start_lineage(None, None)
         return buffer
@@ -160,7 +160,7 @@ class StorageContract:
             for batch in range(3):
                 frames = [encode(group(1, batch, task, explorer=number)) for task in range(2)]
                 await asyncio.gather(*(writer.append(f, accepted=True) for f in frames))
-                await writer.close_batch(batch, accepted=2, wanted=2, reasons={})
+                await writer.close_batch(batch, accepted=2, expected=2, reasons={})
             await writer.finish("done")
 
         await asyncio.gather(*(explore(n) for n in range(4)))
@@ -179,7 +179,7 @@ class StorageContract:
         start = await buffer.start_lineage(None, None)
         rows = group(start.lineage, 0, 0)
         result = await buffer.writer(1).append(encode(rows), accepted=True)
-        await buffer.writer(1).close_batch(0, accepted=1, wanted=1, reasons={})
+        await buffer.writer(1).close_batch(0, accepted=1, expected=1, reasons={})
         lease = await take(buffer, 1, 1, groups=1)
         assert (start.lineage, result.appended, result.duplicates) == (1, 4, 0)
         assert encode(decode(lease.frame)) == encode(rows)
@@ -191,16 +191,16 @@ class StorageContract:
         buffer = await self.started(tmp_path)
         for batch in range(3):
             await fill(buffer, 1, batch)
-        seen = []
+        taken = []
         for step in (1, 2):
-            seen += ids(await take(buffer, 1, step))
+            taken += ids(await take(buffer, 1, step))
             assert (await buffer.audit()).leased == 8
             await buffer.reader(1).use(step)
-            await buffer.reader(1).use(step)  # repeated after a lost answer: a no-op
+            await buffer.reader(1).use(step)  # repeated after a lost reply: a no-op
         await take(buffer, 1, 3)
         await buffer.reader(1).discard(3, "nonfinite")
         audit = await buffer.audit()
-        assert seen == [(b, t, r) for b in range(2) for t in range(2) for r in range(4)]
+        assert taken == [(b, t, r) for b in range(2) for t in range(2) for r in range(4)]
         assert (audit.used, audit.discarded, audit.available, audit.used_twice, audit.ok) == (
             16,
             {"nonfinite": 8},
@@ -210,11 +210,11 @@ class StorageContract:
         )
 
     async def test_resume_goes_on_where_the_manifest_was(self, tmp_path: Path) -> None:
-        """Steps 1 to 3 are trained, the manifest is of step 2: step 3 counts no more, and rows of
+        """Steps 1 to 3 are trained, the manifest is of step 2: step 3 no longer counts, and rows of
         its weights are orphaned.
         """
         buffer = await self.started(tmp_path)
-        for batch in range(4):  # batch b is written by the weights of step b
+        for batch in range(4):  # batch b is generated by the weights of step b
             await fill(buffer, 1, batch, version=Version(1, batch))
             if batch < 3:
                 await take(buffer, 1, batch + 1)
@@ -226,25 +226,25 @@ class StorageContract:
 
         buffer = await self.opened(tmp_path)
         start = await buffer.start_lineage(Version(1, 2), consumption)
-        held = await buffer.writer(2).stored_groups(start.cursor)
+        stored = await buffer.writer(2).stored_groups(start.cursor)
         audit = await buffer.audit()
-        kept = 8 if self.durable else 0  # batch 2, of weights 1:2
-        assert (start.lineage, start.orphaned, start.available, start.cursor) == (2, 8, kept, 2)
-        assert [(h.batch, h.task) for h in held] == ([(2, 0), (2, 1)] if self.durable else [])
+        count = 8 if self.durable else 0  # batch 2, of weights 1:2
+        assert (start.lineage, start.orphaned, start.available, start.cursor) == (2, 8, count, 2)
+        assert [(h.batch, h.task) for h in stored] == ([(2, 0), (2, 1)] if self.durable else [])
         assert (audit.used, audit.num_uses, audit.discarded.get("orphaned"), audit.ok) == (
             16,
             16,
             8,
             True,
         )
-        assert audit.discarded.get("not_durable", 0) == 8 - kept
+        assert audit.discarded.get("not_durable", 0) == 8 - count
         await fill(buffer, 2, 2, version=Version(2, 2))
         await fill(buffer, 2, 3, version=Version(2, 2))
-        seen = []
+        taken = []
         for step in (3, 4):
-            seen += ids(await take(buffer, 2, step))
+            taken += ids(await take(buffer, 2, step))
             await buffer.reader(2).use(step)
-        assert seen == [(b, t, r) for b in (2, 3) for t in range(2) for r in range(4)]
+        assert taken == [(b, t, r) for b in (2, 3) for t in range(2) for r in range(4)]
         after = await buffer.reader(2).consumption(4)
         assert (after.num_uses, after.cursor, (await buffer.audit()).ok) == (32, 4, True)
 

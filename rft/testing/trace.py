@@ -1,7 +1,8 @@
-"""What a played task gave, and the same as text for people: messages by role, tool calls, rewards
-by part, trained tokens.
+"""The result of a played task, and its text form: messages by role, tool calls, rewards by part,
+trained tokens.
 
-Knows results only.  Invariant: nothing that a model or a data set says can drive the terminal.
+Knows results only.
+Invariant: no text of a model or data set can drive the terminal.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ POLICY = "policy"
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a model: whose it was, what it gave or raised, and how long it took.  `run` is
-    None where it belongs to no run.
+    """One model call with its results or error, and its duration.  `run` is None if it belongs to
+    no run.
     """
 
     model: str
     run: int | None
-    asked: GenerateRequest | ScoreRow | list[dict[str, Any]]
+    request: GenerateRequest | ScoreRow | list[dict[str, Any]]
     answers: tuple[Completion, ...] = ()
     values: tuple[float, ...] = ()  # log-probs or scores
     error: BaseException | None = None
@@ -54,14 +55,14 @@ class Call:
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run.  `transcript` holds what was said, also of a run that failed (None if nothing was)."""
+    """One run.  `transcript` also exists for a failed run, if it made a call."""
 
     number: int
     played: PlayedRun
     transcript: Transcript | None
-    calls: tuple[Call, ...]  # of every model, in the order in which they ended
-    error: BaseException | None  # what the workflow or the reward raised
-    readings: tuple[AnswerReading, ...] = ()  # what its reward compared
+    calls: tuple[Call, ...]  # of all models, in the order of their ends
+    error: BaseException | None  # error of the workflow or reward
+    readings: tuple[AnswerReading, ...] = ()  # comparisons of its reward
 
     @property
     def experiences(self) -> tuple[Experience, ...]:
@@ -73,7 +74,7 @@ class RunResult:
 
     @property
     def reason(self) -> str:
-        """Why it failed, in one line; empty for a run that did not."""
+        """Reason of a failure in one line; empty for a successful run."""
         return self.experiences[0].reason
 
     @property
@@ -96,12 +97,12 @@ class RunResult:
 
     @property
     def answers(self) -> list[str]:
-        """What the policy said, call by call."""
+        """The policy's answers, call by call."""
         return [] if self.transcript is None else [t.completion.text for t in self.transcript.turns]
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation: what the last call was asked, and its answer."""
+        """The conversation: messages of the last call and its answer."""
         if self.transcript is None or not self.transcript.turns:
             return []
         last = self.transcript.turns[-1]
@@ -110,7 +111,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class WorkflowResult:
-    """All runs of one task.  What is named in the singular is the first run's."""
+    """All runs of one task.  Attributes in the singular are those of the first run."""
 
     group: PlayedGroup
     runs: tuple[RunResult, ...]
@@ -138,9 +139,9 @@ class WorkflowResult:
 
     @property
     def transcript(self) -> Transcript:
-        if (found := self.runs[0].transcript) is None:
+        if (transcript := self.runs[0].transcript) is None:
             raise ValueError(f"the run has no transcript: {self.runs[0].reason}")
-        return found
+        return transcript
 
     @property
     def experience(self) -> Experience:
@@ -171,9 +172,7 @@ class WorkflowResult:
         return self.experience.info
 
     def trace(self, *, tokens: bool = False) -> str:
-        """Everything that happened, for people; with `tokens` also which tokens are trained and how
-        likely each was.
-        """
+        """Return a readable trace; `tokens` adds the trained tokens and their log-probs."""
         return trace(self, tokens=tokens)
 
     def __str__(self) -> str:
@@ -183,14 +182,14 @@ class WorkflowResult:
 Decode = Callable[[Sequence[int]], str]
 _STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 _PACKAGE = Path(__file__).parents[1]
-LONGEST = 4000  # characters of one message that are shown
+LONGEST = 4000  # displayed characters of one message
 
 
 def trace(
     result: WorkflowResult, *, tokens: bool = False, decode: Decode = decode_bytes, width: int = 110
 ) -> str:
-    """The whole result as plain text.  `decode` gives the text of token ids; the default is the
-    scripted model's.
+    """Return the whole result as plain text.  `decode` converts token ids to text; the default fits
+    the scripted model.
     """
     from rich.console import Console
 
@@ -212,7 +211,7 @@ def show(
     explain: bool = False,
     decode: Decode = decode_bytes,
 ) -> None:
-    """Prints the whole result; with `explain` also what rewards read."""
+    """Print the whole result; `explain` adds the values that rewards read."""
     for run in result.runs:
         _run(result, run, out)
         if explain:
@@ -221,13 +220,13 @@ def show(
             for row in run.experiences:
                 if row.num_tokens:
                     _tokens(row, out, decode)
-    others = [c for c in result.calls if c.run is None]
-    if others:
+    calls = [c for c in result.calls if c.run is None]
+    if calls:
         _line(out, "calls for all runs together", "bold")
-        for call in others:
+        for call in calls:
             _call(call, (), out)
     if len(result.runs) > 1:
-        told = ", ".join("none" if r is None else f"{r:g}" for r in result.rewards)
+        rewards = ", ".join("none" if r is None else f"{r:g}" for r in result.rewards)
         group = (
             "can be trained"
             if result.group.accepted
@@ -238,7 +237,7 @@ def show(
             if len(set(result.rewards)) == 1
             else ""
         )
-        _line(out, f"rewards {told}{equal}; the group {group}", "bold")
+        _line(out, f"rewards {rewards}{equal}; the group {group}", "bold")
 
 
 def _run(result: WorkflowResult, run: RunResult, out: Console) -> None:
@@ -266,19 +265,17 @@ def _run(result: WorkflowResult, run: RunResult, out: Console) -> None:
 
 
 def traceback_of(run: RunResult) -> str:
-    """Where a failed run's error comes from: the author's own lines; all lines where none is the
-    author's.
-    """
+    """Return the traceback of a failed run, reduced to the author's own lines if there are any."""
     if run.error is None:
         return run.traceback
     frames = traceback.extract_tb(run.error.__traceback__)
-    own = [f for f in frames if not Path(f.filename).is_relative_to(_PACKAGE)] or frames
-    lines = traceback.format_list(own) + traceback.format_exception_only(run.error)
+    shown = [f for f in frames if not Path(f.filename).is_relative_to(_PACKAGE)] or frames
+    lines = traceback.format_list(shown) + traceback.format_exception_only(run.error)
     return redact("".join(lines)).rstrip()
 
 
 def _explain(run: RunResult, out: Console) -> None:
-    """What the reward read of the last answer."""
+    """Print the reward's readings of the last answer."""
     if run.transcript is not None:
         completion = run.transcript.turns[-1].completion
         thought = len(completion.with_thought) - len(completion.answer)
@@ -318,11 +315,11 @@ def _rewards(run: RunResult, out: Console) -> None:
     )
     if len(rows) > 1:
         for step, row in enumerate(rows):
-            own = "none" if row.reward is None else f"{row.reward:g}"
-            told = "".join(f", {n} {v:g}" for n, v in row.reward_parts.items())
+            reward = "none" if row.reward is None else f"{row.reward:g}"
+            row_parts = "".join(f", {n} {v:g}" for n, v in row.reward_parts.items())
             _line(
                 out,
-                f"    step {step}: reward {own}{told}, {row.num_response_tokens} trained tokens",
+                f"    step {step}: reward {reward}{row_parts}, {row.num_response_tokens} trained tokens",
             )
     first = rows[0]
     if first.metrics:
@@ -337,31 +334,36 @@ def _rewards(run: RunResult, out: Console) -> None:
 
 
 def _call(call: Call, shown: tuple[Any, ...], out: Console) -> tuple[Any, ...]:
-    """Prints a call, but not the messages in `shown`; gives back what the policy's next call need
-    not show again.
+    """Print a call without the messages in `shown`; return the messages shown so far, for the
+    policy's next call.
     """
-    mine = call.model == POLICY
-    if not mine:
+    of_policy = call.model == POLICY
+    if not of_policy:
         _line(out, f"  {call.model} is asked", "blue")
-    asked = call.asked
+    request = call.request
     messages = (
-        tuple(asked.messages)
-        if isinstance(asked, GenerateRequest)
-        else tuple(asked)
-        if isinstance(asked, list)
+        tuple(request.messages)
+        if isinstance(request, GenerateRequest)
+        else tuple(request)
+        if isinstance(request, list)
         else ()
     )
-    new = messages[len(shown) :] if mine and shown and messages[: len(shown)] == shown else messages
-    if mine and shown and new is messages and messages:
+    new = (
+        messages[len(shown) :]
+        if of_policy and shown and messages[: len(shown)] == shown
+        else messages
+    )
+    if of_policy and shown and new is messages and messages:
         _line(out, "  (a new conversation)", "dim")
-    if isinstance(asked, GenerateRequest) and asked.tools and not shown:
+    if isinstance(request, GenerateRequest) and request.tools and not shown:
         _line(
             out,
-            "  tools      " + ", ".join(str(t.get("function", t).get("name")) for t in asked.tools),
+            "  tools      "
+            + ", ".join(str(t.get("function", t).get("name")) for t in request.tools),
             "dim",
         )
-    if isinstance(asked, GenerateRequest) and asked.prompt_tokens:
-        _line(out, f"  prompt     {len(asked.prompt_tokens)} tokens", "dim")
+    if isinstance(request, GenerateRequest) and request.prompt_tokens:
+        _line(out, f"  prompt     {len(request.prompt_tokens)} tokens", "dim")
     for m in new:
         _message(m, out)
     if call.error is not None:
@@ -370,10 +372,10 @@ def _call(call: Call, shown: tuple[Any, ...], out: Console) -> tuple[Any, ...]:
             f"  raised     {type(call.error).__name__}: {call.error}  [{call.took_s:.3f} s]",
             "red",
         )
-        return messages if mine else shown
+        return messages if of_policy else shown
     for c in call.answers:
         if c.reasoning:
-            _said("reasoning", c.reasoning, out, "dim")
+            _print_message("reasoning", c.reasoning, out, "dim")
         cut = ", cut off" if c.finish_reason == "length" else ""
         _message(c.message, out, note=f"[{len(c.tokens)} tokens{cut}, {call.took_s:.3f} s]")
     if call.values:
@@ -382,7 +384,7 @@ def _call(call: Call, shown: tuple[Any, ...], out: Console) -> tuple[Any, ...]:
             f"  gives      "
             f"{', '.join(f'{v:.4g}' for v in call.values[:8])}{' ...' if len(call.values) > 8 else ''}",
         )
-    return (*messages, call.answers[0].message) if mine and call.answers else shown
+    return (*messages, call.answers[0].message) if of_policy and call.answers else shown
 
 
 def _message(m: Mapping[str, Any], out: Console, note: str = "") -> None:
@@ -397,15 +399,17 @@ def _message(m: Mapping[str, Any], out: Console, note: str = "") -> None:
         else json.dumps(content, ensure_ascii=False)
     )
     if text or not calls:
-        _said(role, text, out, _STYLES.get(role, ""), note)
+        _print_message(role, text, out, _STYLES.get(role, ""), note)
         note = ""
     for call in calls:
         function = call.get("function", {})
-        _said(role, f"-> {function.get('name')}({function.get('arguments')})", out, "yellow", note)
+        _print_message(
+            role, f"-> {function.get('name')}({function.get('arguments')})", out, "yellow", note
+        )
         note = ""
 
 
-def _said(role: str, text: str, out: Console, style: str, note: str = "") -> None:
+def _print_message(role: str, text: str, out: Console, style: str, note: str = "") -> None:
     more = len(text) - LONGEST
     shown = text if more <= 0 else f"{text[:LONGEST]} ... and {more} characters more"
     lines = safe(shown, lines=True).expandtabs(4).split("\n")
@@ -417,7 +421,7 @@ def _said(role: str, text: str, out: Console, style: str, note: str = "") -> Non
 
 
 def _tokens(row: Experience, out: Console, decode: Decode) -> None:
-    """One line for every trained token, with its log-prob; what is not trained stands together."""
+    """Print one line per trained token with its log-prob; untrained tokens are grouped."""
     from rich.text import Text
 
     trained = row.num_response_tokens
@@ -444,7 +448,7 @@ def _tokens(row: Experience, out: Console, decode: Decode) -> None:
 
 
 def _heat(logp: float) -> str:
-    """Likely tokens are green, unlikely ones red."""
+    """Return a colour from green for likely to red for unlikely tokens."""
     return (
         "green"
         if logp > -0.5
@@ -472,7 +476,7 @@ def _print(out: Console, text: Text) -> None:
 
 
 def console(*, width: int | None = None) -> Console:
-    """Standard output as it is now, with colours where it is a terminal."""
+    """Return a console on the current standard output, with colours on a terminal."""
     from rich.console import Console
 
     return Console(file=sys.stdout, width=width, highlight=False, emoji=False)

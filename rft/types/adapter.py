@@ -1,5 +1,4 @@
-"""Names of an adapter's tensors, as peft writes them, and what engines must know of an adapter that
-they are sent.  Torch-free.
+"""Names of an adapter's tensors, as peft writes them, and its description for engines.  Torch-free.
 
 Knows neither files nor layers.  Invariant: `split` undoes `key`.
 """
@@ -16,9 +15,7 @@ _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.w
 
 
 class AdapterSpec(Struct, frozen=True, kw_only=True):
-    """W + scale x B A for each layer of which A [rank, in] and B [out, rank] are published; `base`
-    tells whose W is meant.
-    """
+    """W + scale x B A for each layer with published A [rank, in] and B [out, rank]."""
 
     rank: int
     scale: float
@@ -26,11 +23,13 @@ class AdapterSpec(Struct, frozen=True, kw_only=True):
 
 
 def key(module: str, side: str) -> str:
-    """Name of A or B of the layer `module`."""
+    """Return the tensor name of A or B of the layer `module`."""
     return f"{_PREFIX}{module}.lora_{side}.weight"
 
 
 def split(name: str) -> tuple[str, str] | None:
-    """(layer, "A" or "B"); None for a name that is no adapter tensor's."""
-    found = _TENSOR.fullmatch(name)
-    return None if found is None else (found["module"], found["side"])
+    """Return (layer, "A" or "B"), or None for a name of no adapter tensor."""
+    match = _TENSOR.fullmatch(name)
+    if match is None:
+        return None
+    return (match["module"], match["side"])

@@ -3,10 +3,9 @@
     block    magic, size of the head, head, rows' arrays       head: [[fields of a row, bytes of its arrays], ...]
     bundle   magic, size of the head, head, blocks             head: [[bytes of a block, positions, rewards], ...]
 
-A block is what crosses processes and what storages keep; a bundle is rows chosen from many blocks,
-which are passed on as they are. `contents` hashes each row as its block holds it, so the buffer can
-tell a repeated append from a conflicting one, and a damaged block from a good one, without taking
-it apart.
+Blocks cross processes and are kept by storages; a bundle is rows chosen from many blocks, which it
+holds unchanged.  `contents` hashes each row as its block holds it, so the buffer can tell a repeated
+append from a conflicting one, and a damaged block from a good one, without decoding it.
 """
 
 from __future__ import annotations
@@ -21,11 +20,8 @@ import numpy as np
 import xxhash
 
 from rft.types.experience import Experience
-from rft.types.ids import Version
 
 MAGIC = b"RFT2"
-# as MAGIC, but one head for all rows, with offsets from the first row's arrays on
-OLD_MAGIC = b"RFT1"
 BUNDLE_MAGIC = b"RFTB"
 _ALIGN = 8
 Buffer = bytes | memoryview
@@ -46,21 +42,24 @@ _DTYPES = {
     "token_rewards": np.float32,
     "teacher_logprobs": np.float32,
 }
-_BY_NAME = {np.dtype(t).str: np.dtype(t) for t in (*_DTYPES.values(), np.uint8, np.uint16)}
+_BY_NAME = {
+    np.dtype(t).str: np.dtype(t) for t in (*_DTYPES.values(), np.uint8, np.uint16, np.float16)
+}
+# not written where they have this value
+_RARE = {"credit": "run", "teacher_spans": ()}
+_RARE_ARRAYS = ("routed_experts", "teacher_top_ids", "teacher_top_logprobs")
 _PAD = [b"\0" * (-n % _ALIGN) for n in range(_ALIGN)]
 
 
 class Content(NamedTuple):
-    """What a block holds of one row: xxh3-128 of its fields and arrays, as hex, and how many bytes
-    these are.
-    """
+    """One row of a block: xxh3-128 of its fields and arrays, as hex, and their bytes."""
 
     hash: str
     size: int
 
 
 class _Chosen(msgspec.Struct, array_like=True):
-    """Rows of one block of a bundle; `rewards` are those that hold."""
+    """Rows of one block of a bundle, with their current rewards."""
 
     size: int
     positions: list[int]
@@ -68,33 +67,28 @@ class _Chosen(msgspec.Struct, array_like=True):
 
 
 class _Checked(Experience, frozen=True, kw_only=True):
-    """An experience that was checked when it was written."""
+    """An experience that was checked when encoded and is not checked again."""
 
-    def __post_init__(self) -> None:
-        """Nothing is checked again."""
+    def __post_init__(self) -> None: ...
 
 
 class _CutShort(Exception):
-    """An array outside its frame; no ValueError, because msgspec would call that a wrong value of
-    the field.
-    """
+    """An array outside its frame; no ValueError, which msgspec would report as a wrong field."""
 
 
 def encode(rows: Sequence[Experience]) -> bytes:
-    """One block for `rows`; `decode` gives equal rows back."""
+    """Encode `rows` as one block."""
     heads: list[tuple[msgspec.Raw, int]] = []
     arrays: list[Buffer] = []
     for row in rows:
-        head, mine, size = _pack(row)
+        head, row_arrays, size = _pack(row)
         heads.append((msgspec.Raw(head), size))
-        arrays += mine
+        arrays += row_arrays
     return _frame(MAGIC, _ENCODER.encode(heads), arrays)
 
 
 def bundle(chosen: Sequence[tuple[bytes, Sequence[int], Sequence[float | None]]]) -> bytes:
-    """One frame for rows of many blocks: each block, the rows' positions in it, and their rewards
-    where they stand now.
-    """
+    """Encode rows of many blocks as one frame, from (block, positions in it, current rewards)."""
     heads = [
         _Chosen(len(block), list(positions), list(rewards)) for block, positions, rewards in chosen
     ]
@@ -108,13 +102,12 @@ def bundle(chosen: Sequence[tuple[bytes, Sequence[int], Sequence[float | None]]]
 def decode(
     frame: bytes | memoryview, positions: Sequence[int] | None = None, *, checked: bool = False
 ) -> list[Experience]:
-    """The experiences of a block or bundle, or those at `positions` of a block; arrays are
-    read-only views into it.
+    """Decode the experiences of a block or bundle, or those at `positions` of a block.
 
-    `checked`: these very bytes were decoded before, as the buffer does with every append and shows
-    with its hashes at every lease; so values are not looked at again.  Raises ValueError on a
-    foreign or damaged frame, msgspec.ValidationError (a ValueError too) that names the field on a
-    value that `Experience` refuses, IndexError for a position that the block has not.
+    Arrays are read-only views into the frame.  `checked`: skip the checks of values, because these
+    very bytes passed them before (the buffer proves it by their hashes).  Raises ValueError for a
+    foreign or damaged frame, msgspec.ValidationError (a ValueError) that names a wrong field,
+    IndexError for a position outside the block.
     """
     view = memoryview(frame)
     row = _RowDecoder(_Checked if checked else Experience)
@@ -126,33 +119,21 @@ def decode(
         )
 
 
-def read(block: bytes) -> tuple[list[Experience], list[Content]]:
-    """`decode` and `contents` of a whole block, which is taken apart once."""
-    view = memoryview(block)
-    if view[:4] == OLD_MAGIC:
-        return decode(block), contents(block)
+def decode_with_contents(block: bytes) -> tuple[list[Experience], list[Content]]:
+    """Return `decode` and `contents` of a block."""
     with _as_value_error():
-        rows = _rows(view)
+        rows = _rows(memoryview(block))
         return _RowDecoder(Experience).all(rows), [_content(head, arrays) for head, arrays in rows]
 
 
 def contents(block: bytes | memoryview, positions: Sequence[int] | None = None) -> list[Content]:
-    """Hash and size of the rows of a block, or of those at `positions`, without decoding them.
+    """Hash the rows of a block, or those at `positions`, without decoding them.
 
-    Rows of an old block have the hash that they had then.  Raises ValueError, IndexError as
-    `decode`.
+    Raises ValueError, IndexError as `decode`.
     """
-    view = memoryview(block)
-    if view[:4] == OLD_MAGIC:
-        return [_old_content(x) for x in decode(view, positions)]
-    try:
-        rows = _rows(view)
-    except msgspec.MsgspecError as e:
-        raise ValueError(f"experience frame has a damaged header: {e}") from e
-    return [
-        _content(head, arrays)
-        for head, arrays in (rows if positions is None else [rows[i] for i in positions])
-    ]
+    with _as_value_error():
+        rows = _chosen_rows(memoryview(block), positions)
+    return [_content(head, arrays) for head, arrays in rows]
 
 
 # ---------------------------------------------------------------- inside
@@ -160,7 +141,7 @@ def contents(block: bytes | memoryview, positions: Sequence[int] | None = None) 
 
 @contextmanager
 def _as_value_error() -> Iterator[None]:
-    """Raise what is wrong with a frame as ValueError."""
+    """Raise errors of a damaged frame as ValueError."""
     try:
         yield
     except msgspec.ValidationError:
@@ -180,26 +161,21 @@ def _content(head: memoryview, arrays: memoryview) -> Content:
 def _decode_block(
     view: memoryview, positions: Sequence[int] | None, row: _RowDecoder
 ) -> list[Experience]:
-    if view[:4] == OLD_MAGIC:
-        heads, arrays = _old_heads(view)
-        rows = [(memoryview(head), arrays) for head in heads]
-    else:
-        rows = _rows(view)
-    return row.all(rows if positions is None else [rows[i] for i in positions])
+    return row.all(_chosen_rows(view, positions))
 
 
 def _pack(row: Experience) -> tuple[bytes, list[Buffer], int]:
-    """The row's fields, its arrays with their padding, and how many bytes these are."""
+    """Return the encoded fields of a row, its padded arrays, and the bytes of these arrays."""
     fields = msgspec.structs.asdict(row)
-    fields["version_spans"] = [(_short(s.version), s.start, s.end) for s in row.version_spans]
     arrays: list[Buffer] = []
     size = 0
-    # these are not written where they say nothing: a row's hash stays what it was
-    experts: np.ndarray | None = fields.pop("routed_experts")
-    if row.credit == "run":
-        del fields["credit"]
-    given = [(name, fields.pop(name)) for name in _DTYPES]
-    for name, value in (*given, *([("routed_experts", experts)] if experts is not None else [])):
+    # defaults of rare fields are not written
+    rare = [(name, value) for name in _RARE_ARRAYS if (value := fields.pop(name)) is not None]
+    for name in ("credit", "teacher_spans"):
+        if fields[name] == _RARE[name]:
+            del fields[name]
+    arrays_by_name = [(name, fields.pop(name)) for name in _DTYPES]
+    for name, value in (*arrays_by_name, *rare):
         if value is None:
             fields[name] = None
             continue
@@ -211,13 +187,6 @@ def _pack(row: Experience) -> tuple[bytes, list[Buffer], int]:
     return _ENCODER.encode(fields), arrays, size
 
 
-def _short(version: Version) -> Version | tuple[int, int]:
-    """A first attempt is written as before there were attempts, so that a row's hash stays what it
-    was.
-    """
-    return version if version.attempt else (version.lineage, version.step)
-
-
 def _frame(magic: bytes, head: bytes, rest: Sequence[Buffer]) -> bytes:
     return b"".join(
         [magic, len(head).to_bytes(8, "little"), head, _PAD[(_START + len(head)) % _ALIGN], *rest]
@@ -225,7 +194,7 @@ def _frame(magic: bytes, head: bytes, rest: Sequence[Buffer]) -> bytes:
 
 
 def _head(view: memoryview) -> tuple[memoryview, memoryview]:
-    """Head and what follows it, of a frame of any kind."""
+    """Split a frame into its head and its body."""
     size = int.from_bytes(view[len(MAGIC) : _START], "little")
     if _START + size > len(view):
         raise ValueError(
@@ -236,29 +205,38 @@ def _head(view: memoryview) -> tuple[memoryview, memoryview]:
 
 
 def _rows(view: memoryview) -> list[tuple[memoryview, memoryview]]:
-    """Fields and arrays of each row of a block."""
+    """Return the encoded fields and the arrays of each row of a block."""
     if view[:4] != MAGIC:
         raise ValueError(
             f"not an experience frame: begins with {bytes(view[:4])!r}, expected {MAGIC!r}"
         )
     head, body = _head(view)
-    found = []
+    rows = []
     at = 0
     for fields, size in _HEADS.decode(head):
         if size < 0 or at + size > len(body):
             raise ValueError(
                 f"experience frame is cut short: {size} bytes of arrays at byte {at} of {len(body)}"
             )
-        found.append((memoryview(fields), body[at : at + size]))
+        rows.append((memoryview(fields), body[at : at + size]))
         at += size
     if at != len(body):
         raise ValueError(f"experience frame has {len(body) - at} bytes that belong to no row")
-    return found
+    return rows
+
+
+def _chosen_rows(
+    view: memoryview, positions: Sequence[int] | None
+) -> list[tuple[memoryview, memoryview]]:
+    rows = _rows(view)
+    if positions is None:
+        return rows
+    return [rows[i] for i in positions]
 
 
 def _decode_bundle(view: memoryview, row: _RowDecoder) -> list[Experience]:
     head, body = _head(view)
-    found = []
+    experiences = []
     at = 0
     for chosen in _BUNDLE.decode(head):
         if (
@@ -274,21 +252,21 @@ def _decode_bundle(view: memoryview, row: _RowDecoder) -> list[Experience]:
         if block[:4] == BUNDLE_MAGIC:
             raise ValueError("experience frame is a bundle in a bundle")
         rows = _decode_block(block, chosen.positions, row)
-        found += [
+        experiences += [
             x if x.reward == r else _edited(x, r) for x, r in zip(rows, chosen.rewards, strict=True)
         ]
         at += chosen.size + -chosen.size % _ALIGN
-    return found
+    return experiences
 
 
 def _edited(row: Experience, reward: float | None) -> Experience:
-    """The row with another reward; where its tokens have their own, the last trained one takes the
-    difference.
-    """
-    if (earned := row.token_rewards) is not None:
-        earned = earned.copy()
-        earned[np.flatnonzero(row.loss_mask)[-1:]] += (reward or 0.0) - (row.reward or 0.0)
-    return msgspec.structs.replace(row, reward=reward, token_rewards=earned)
+    """Replace the reward; of token rewards, the last trained token takes the difference."""
+    token_rewards = row.token_rewards
+    if token_rewards is not None:
+        token_rewards = token_rewards.copy()
+        last = np.flatnonzero(row.loss_mask)[-1:]
+        token_rewards[last] += (reward or 0.0) - (row.reward or 0.0)
+    return msgspec.structs.replace(row, reward=reward, token_rewards=token_rewards)
 
 
 class _RowDecoder:
@@ -299,11 +277,11 @@ class _RowDecoder:
         self.decode = msgspec.msgpack.Decoder(kind, strict=False, dec_hook=self._array).decode
 
     def all(self, rows: Sequence[tuple[memoryview, memoryview]]) -> list[Experience]:
-        """The experiences of these fields and arrays."""
-        found = []
+        """Decode rows from their fields and arrays."""
+        experiences = []
         for head, self.arrays in rows:
-            found.append(self.decode(head))
-        return found
+            experiences.append(self.decode(head))
+        return experiences
 
     def _array(self, kind: Any, spec: Any) -> np.ndarray:
         if kind is not np.ndarray or type(spec) is not list or len(spec) != 3:
@@ -323,41 +301,22 @@ class _RowDecoder:
                 f"experience frame is cut short: an array of {length} {name} at byte {offset} of "
                 f"{len(self.arrays)}"
             )
-        found = np.frombuffer(self.arrays, dtype, count, offset)
-        return found if type(length) is int else found.reshape(shape)
+        array = np.frombuffer(self.arrays, dtype, count, offset)
+        if type(length) is int:
+            return array
+        return array.reshape(shape)
 
 
-def _old_heads(view: memoryview) -> tuple[list[msgspec.Raw], memoryview]:
-    """Fields of the rows, and the arrays of all.  The head's size includes its padding; it may
-    itself end with zeros.
+def json_value(value: Any) -> Any:
+    """Convert a NumPy number to a Python number.
+
+    Raises TypeError for any other type.
     """
-    head, body = _head(view)
-    shortest = max(len(bytes(head).rstrip(b"\0")), len(head) - _ALIGN + 1)
-    for end in range(shortest, len(head)):
-        try:
-            return _OLD_HEADS.decode(head[:end]), body
-        except msgspec.DecodeError:  # cut off one byte too early, or damaged: the whole head tells
-            continue
-    return _OLD_HEADS.decode(head), body
-
-
-def _old_content(row: Experience) -> Content:
-    """Of the old block that held the row alone."""
-    fields, arrays, _ = _pack(row)
-    head = b"\x91" + fields  # a list of one
-    head += _PAD[(_START + len(head)) % _ALIGN]
-    block = b"".join([OLD_MAGIC, len(head).to_bytes(8, "little"), head, *arrays])
-    return Content(xxhash.xxh3_128_hexdigest(block), len(block))
-
-
-def plain(value: Any) -> Any:
-    """A number of NumPy's as one of Python's.  Raises TypeError for what is no JSON value either."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot be stored in an experience; use JSON values")
 
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=plain)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=json_value)
 _HEADS = msgspec.msgpack.Decoder(list[tuple[msgspec.Raw, int]])
-_OLD_HEADS = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _BUNDLE = msgspec.msgpack.Decoder(list[_Chosen])

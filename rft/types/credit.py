@@ -1,4 +1,4 @@
-"""The reward of a run, and what the runs of a group are compared by: the one place of both rules.
+"""The reward of a run, and the comparison of runs in a group: the only place of both rules.
 
 A run is one row or several: the chains of an agent's calls (a sub-agent, a compacted history), or
 its steps.
@@ -7,7 +7,7 @@ its steps.
     run                that of the whole run   the same, once                the run, once
     step               of its own calls        the sum over the run's rows   every row by itself
 
-A run that was scored as a whole has that score, whatever its calls earned beside it.
+A run that was scored has that score, whatever the rewards of its calls.
 Invariant: cutting a run into more rows of credit "run" changes neither its reward nor the
 statistics of its group.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -25,17 +25,18 @@ from rft.types.ports import GroupStats
 
 
 class ScoredRow(NamedTuple):
-    """A scored row, as the statistics of its group read it."""
+    """A scored row, for the statistics of its group."""
 
     reward: float
     run: int  # number of the run
     step: int  # number in the run
     length: int  # trained tokens
     credit: Credit = "run"
+    parts: Mapping[str, float] | None = None  # of the reward, by name
 
 
 def run_rewards(members: Iterable[ScoredRow]) -> dict[int, float]:
-    """The reward of every run that has a scored row."""
+    """Return the reward of every run with a scored row."""
     shared: dict[int, list[float]] = defaultdict(list)
     earned: dict[int, list[float]] = defaultdict(list)
     for m in members:
@@ -46,23 +47,31 @@ def run_rewards(members: Iterable[ScoredRow]) -> dict[int, float]:
 
 
 def _shared(rewards: Sequence[float]) -> float:
-    """The reward that the rows of a run share; their mean where only some were edited."""
-    return rewards[0] if min(rewards) == max(rewards) else fmean(rewards)
+    """Return the reward shared by the rows of a run; their mean if only some were edited."""
+    if min(rewards) == max(rewards):
+        return rewards[0]
+    return fmean(rewards)
+
+
+def shared_parts(rows: Sequence[Mapping[str, float] | None]) -> dict[str, float]:
+    """Return the reward parts shared by the rows of a run; the mean of a part if rows differ."""
+    names = dict.fromkeys(name for parts in rows for name in parts or ())
+    return {name: _shared([p[name] for p in rows if p and name in p]) for name in names}
 
 
 def parted_runs(members: Iterable[ScoredRow]) -> dict[int, list[float]]:
-    """Runs whose rows should share a reward and do not, with their rows' rewards."""
-    found: dict[int, list[float]] = defaultdict(list)
+    """Return the rewards of runs whose rows should share one reward but differ."""
+    rewards_by_run: dict[int, list[float]] = defaultdict(list)
     for m in members:
         if m.credit == "run":
-            found[m.run].append(m.reward)
-    return {run: rewards for run, rewards in found.items() if min(rewards) != max(rewards)}
+            rewards_by_run[m.run].append(m.reward)
+    return {run: rewards for run, rewards in rewards_by_run.items() if min(rewards) != max(rewards)}
 
 
 def group_statistics(
     name: str, members: Sequence[ScoredRow | tuple[float, int, int, int]]
 ) -> GroupStats:
-    """Statistics of a group's scored rows, in the order of their ids."""
+    """Compute statistics of a group's scored rows, in the order of their ids."""
     rows = [ScoredRow(*m) for m in members]
     rewards = [m.reward for m in _units(rows)]
     mean = sum(rewards) / len(rewards)
@@ -80,20 +89,21 @@ def group_statistics(
         steps=tuple(m.step for m in rows),
         lengths=tuple(m.length for m in rows),
         credits=tuple(m.credit for m in rows),
+        parts=tuple(dict(m.parts or {}) for m in rows) if any(m.parts for m in rows) else (),
     )
 
 
 def rewards_of_runs(group: GroupStats) -> dict[int, float]:
-    """The reward of every scored run of a group."""
+    """Return the reward of every scored run of a group."""
     return run_rewards(_members(group))
 
 
 def compared(group: GroupStats) -> GroupStats:
-    """Statistics with one entry for each run of `group`, or for each row of credit "step": what an
-    advantage compares.
-    """
+    """Return statistics with one entry per run, or per row of credit "step", for advantages."""
     units = _units(_members(group))
-    return group if len(units) == len(group.rewards) else group_statistics(group.group, units)
+    if len(units) == len(group.rewards):
+        return group
+    return group_statistics(group.group, units)
 
 
 def _members(group: GroupStats) -> list[ScoredRow]:
@@ -108,24 +118,31 @@ def _members(group: GroupStats) -> list[ScoredRow]:
             group.steps or [0] * count,
             group.lengths or [0] * count,
             credits,
+            group.parts or [None] * count,
             strict=True,
         )
     ]
 
 
 def _units(members: Sequence[ScoredRow]) -> list[ScoredRow]:
-    """The rows of each run as one member, in the order of the first; rows of credit "step" as they
-    are.
-    """
+    """Merge the rows of each run, in the order of the first, except rows of credit "step"."""
     shared = run_rewards(m for m in members if m.credit == "run")
     lengths: dict[int, int] = defaultdict(int)
+    parts: dict[int, list[Mapping[str, float] | None]] = defaultdict(list)
     for m in members:
         if m.credit == "run":
             lengths[m.run] += m.length
+            parts[m.run].append(m.parts)
     units = []
     for m in members:
         if m.credit == "step":
             units.append(m)
         elif m.run in shared:
-            units.append(m._replace(reward=shared.pop(m.run), length=lengths[m.run]))
+            units.append(
+                m._replace(
+                    reward=shared.pop(m.run),
+                    length=lengths[m.run],
+                    parts=shared_parts(parts[m.run]),
+                )
+            )
     return units

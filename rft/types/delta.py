@@ -1,5 +1,4 @@
-"""What changed between two versions of some bytes, for versions of 16-bit weights: most of these do
-not move in a step.
+"""Difference of two versions of 16-bit weights, most of which do not change in a step.
 
 Knows numpy only.  A change is a bitmap of the 16-bit words that differ, and their new values.
 """
@@ -10,9 +9,9 @@ import numpy as np
 
 
 def pack(before: np.ndarray, now: np.ndarray) -> np.ndarray | None:
-    """uint8: what makes `now` of `before` (both uint8 of one length); nothing where they are equal.
+    """Pack the change from `before` to `now` (uint8 of one length) as uint8; empty if equal.
 
-    None where that would not be shorter than `now` itself.
+    None if that would not be shorter than `now`.
     """
     (old, last), (new, tail) = _words(before), _words(now)
     changed: np.ndarray = old != new
@@ -26,8 +25,9 @@ def pack(before: np.ndarray, now: np.ndarray) -> np.ndarray | None:
 
 
 def apply(bytes: np.ndarray, packed: np.ndarray) -> None:
-    """Turn `bytes`, which are `before` of `pack`, into its `now`.  Raises ValueError where `packed`
-    is of another length.
+    """Turn `bytes` from `before` into `now` in place.
+
+    Raises ValueError for another length.
     """
     if not len(packed):
         return
@@ -40,7 +40,7 @@ def apply(bytes: np.ndarray, packed: np.ndarray) -> None:
 
 
 def _words(bytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As 16-bit words, and the odd byte behind them."""
+    """Split into 16-bit words and an odd last byte."""
     even = len(bytes) & ~1
     return bytes[:even].view(np.uint16), bytes[even:]
 

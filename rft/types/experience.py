@@ -1,4 +1,4 @@
-"""The record that travels from explorer to trainer.  Complete when made; never changed."""
+"""`Experience`, the record that travels from explorer to trainer.  It is complete and immutable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rft.types.task import SamplingArgs
 
 Status = Literal["complete", "truncated", "failed"]
 MAX_INFO_BYTES = 1 << 20
-# in `info`: the reward of a greedy run of the same task, where the algorithm asks for it
+# key of `info`: the reward of a greedy run of the same task, if the algorithm needs it
 BASELINE_KEY = "baseline_reward"
 INT32 = np.dtype(np.int32)
 BOOL = np.dtype(np.bool_)
@@ -28,7 +28,7 @@ LOGPROB_SLACK = 1e-4  # engines may report a log-prob this far above 0; it is cl
 
 
 class SamplingRecord(Struct, frozen=True, kw_only=True, gc=False):
-    """How the tokens [start, end) of an experience were drawn."""
+    """Sampling settings of the tokens [start, end) of an experience."""
 
     start: int
     end: int
@@ -44,8 +44,7 @@ class Experience(Struct, frozen=True, kw_only=True):
     Example: prompt P (3 tokens), answer A (2):
         tokens = P + A        loss_mask = 0 0 0 1 1        logprobs = 0 0 0 -.2 -.9
 
-    A failed run is a header row: T = 0, status "failed", `reason` says why; it is kept and never
-    trained.
+    A failed run is a header row: T = 0, status "failed" and a `reason`; it is never trained.
     """
 
     id: ExperienceId
@@ -53,7 +52,7 @@ class Experience(Struct, frozen=True, kw_only=True):
     task_index: int  # row of the taskset
     workflow: str
     status: Status
-    # why a run failed, or the operator that dropped the row: a row with a reason is never trained
+    # error of a failed run, or the operator that dropped the row; such a row is never trained
     reason: str = ""
     finish_reason: str = ""
     tokens: np.ndarray  # int32 [T]
@@ -63,20 +62,25 @@ class Experience(Struct, frozen=True, kw_only=True):
     version_spans: tuple[VersionSpan, ...] = ()  # which weights wrote which of the T tokens
     sampling: tuple[SamplingRecord, ...] = ()
     reward: float | None = None  # None = not scored; never trained
-    credit: Credit = "run"  # whose reward it is, see rft.types.credit
+    credit: Credit = "run"  # scope of the reward, see rft.types.credit
     reward_parts: dict[str, float] = field(default_factory=dict)
     token_rewards: np.ndarray | None = None  # float32 [T]
     teacher_logprobs: np.ndarray | None = None  # float32 [T]
-    # uint8 or uint16 [P, layers, experts]: the engine's choice, see rft.types.experts
+    # weights of the teacher that scored the tokens; 1:0 for a model whose weights are fixed
+    teacher_spans: tuple[VersionSpan, ...] = ()
+    # the teacher's k most likely tokens at each of the R tokens of `teacher_spans`, see TokenScores
+    teacher_top_ids: np.ndarray | None = None  # int32 [R, k]
+    teacher_top_logprobs: np.ndarray | None = None  # float16 [R, k + 1]
+    # uint8 or uint16 [P, layers, experts]: the engine's choice, P <= T, see rft.types.experts
     routed_experts: np.ndarray | None = None
-    is_expert: bool = False
+    is_expert: bool = False  # written by an expert, not sampled by the policy
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     prompt_text: str = ""
     response_text: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
-    clipped_logprobs: int = 0  # how many log-probs in (0, 1e-4] were clipped to 0
+    clipped_logprobs: int = 0  # log-probs in (0, 1e-4], clipped to 0
 
     def __post_init__(self) -> None:
         check(self)
@@ -103,28 +107,33 @@ class Experience(Struct, frozen=True, kw_only=True):
         return int(np.count_nonzero(self.loss_mask))
 
     @property
+    def taught(self) -> np.ndarray:
+        """bool [T], the tokens that a teacher scored."""
+        taught = np.zeros(len(self.tokens), np.bool_)
+        for span in self.teacher_spans:
+            taught[span.start : span.end] = True
+        return taught
+
+    @property
     def oldest_version(self) -> Version | None:
-        spans = self.version_spans
-        return (
-            spans[0].version if len(spans) == 1 else min((s.version for s in spans), default=None)
-        )
+        return min((s.version for s in self.version_spans), default=None)
 
     @property
     def newest_version(self) -> Version | None:
-        spans = self.version_spans
-        return (
-            spans[0].version if len(spans) == 1 else max((s.version for s in spans), default=None)
-        )
+        return max((s.version for s in self.version_spans), default=None)
 
     @property
     def temperature(self) -> float:
         """Temperature of the trained tokens; 1.0 where nothing was sampled."""
-        return self.sampling[0].sampling.temperature if self.sampling else 1.0
+        if self.sampling:
+            return self.sampling[0].sampling.temperature
+        return 1.0
 
 
 class Demonstration(Struct, frozen=True, kw_only=True):
-    """A given sequence to imitate (sft, cpt).  T tokens; `loss_mask` is True where the loss is
-    taken.
+    """A sequence to imitate (sft, cpt).
+
+    T tokens; `loss_mask` marks the trained ones.
     """
 
     id: ExperienceId
@@ -135,6 +144,12 @@ class Demonstration(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _check_array("tokens", self.tokens, INT32, len(self.tokens))
         _check_array("loss_mask", self.loss_mask, BOOL, len(self.tokens))
+
+
+class LabelledAnswer(Demonstration, frozen=True, kw_only=True):
+    """A prompt and an answer, the trained tokens, that is good or bad (kto)."""
+
+    label: bool
 
 
 class Preference(Struct, frozen=True, kw_only=True):
@@ -160,7 +175,7 @@ def failed(
     reason: str,
     info: dict[str, Any] | None = None,
 ) -> Experience:
-    """The header row of a run that ended without a usable sequence."""
+    """Make the header row of a run that ended without a usable sequence."""
     return Experience(
         id=id,
         taskset=taskset,
@@ -176,9 +191,9 @@ def failed(
 
 
 def scored_members(rows: Iterable[Experience]) -> list[ScoredRow]:
-    """The scored ones of `rows`, as statistics read them."""
+    """Convert the scored rows for group statistics."""
     return [
-        ScoredRow(x.reward, x.id.run, x.id.step, x.num_response_tokens, x.credit)
+        ScoredRow(x.reward, x.id.run, x.id.step, x.num_response_tokens, x.credit, x.reward_parts)
         for x in rows
         if x.reward is not None
     ]
@@ -200,10 +215,10 @@ def from_completions(
     metrics: dict[str, float] | None = None,
     info: dict[str, Any] | None = None,
 ) -> Experience:
-    """Joins the model calls of one run into one sequence, tokens as they were, never re-tokenised.
+    """Join the model calls of one run into one sequence, without tokenising again.
 
-    Each call's prompt must begin with everything before it (prompt and answer); the part added in
-    between is not trained. Raises ValueError where that does not hold.
+    Each call's prompt must begin with the prompt and answer before it; tokens added in between are
+    not trained.  Raises ValueError otherwise.
     """
     if not completions:
         raise ValueError("a run without a model call has no experience")
@@ -230,7 +245,7 @@ def from_completions(
 
 
 def _joined(completions: Sequence[Completion]) -> dict[str, Any]:
-    """The fields of an experience that follow from its model calls alone."""
+    """Compute the fields of an experience that depend on its model calls alone."""
     tokens = np.zeros(0, np.int32)
     mask: list[np.ndarray] = []
     logps: list[np.ndarray] = []
@@ -238,15 +253,16 @@ def _joined(completions: Sequence[Completion]) -> dict[str, Any]:
     sampling: list[SamplingRecord] = []
     clipped = 0
     for n, c in enumerate(completions):
-        _check_array(f"model call {n}: prompt_tokens", c.prompt_tokens, INT32, len(c.prompt_tokens))
-        _check_array(f"model call {n}: tokens", c.tokens, INT32, len(c.tokens))
-        _check_array(f"model call {n}: logprobs", c.logprobs, FLOAT32, len(c.logprobs))
+        call = f"model call {n}"
+        _check_array(f"{call}: prompt_tokens", c.prompt_tokens, INT32, len(c.prompt_tokens))
+        _check_array(f"{call}: tokens", c.tokens, INT32, len(c.tokens))
+        _check_array(f"{call}: logprobs", c.logprobs, FLOAT32, len(c.logprobs))
         start = len(c.prompt_tokens)
         if start < len(tokens) or not np.array_equal(c.prompt_tokens[: len(tokens)], tokens):
             raise ValueError(
-                f"model call {n}: its prompt does not continue the {len(tokens)} tokens before it; "
+                f"{call}: its prompt does not continue the {len(tokens)} tokens before it; "
                 f"append to the messages and change none, "
-                'or write ctx.transcript(layout="chains"): a row for each chain of calls that do'
+                'or write ctx.transcript(layout="chains"): one row for each chain of calls'
             )
         clean = c.logprobs.astype(np.float32, copy=True)
         over = (clean > 0) & (clean <= LOGPROB_SLACK)
@@ -264,7 +280,7 @@ def _joined(completions: Sequence[Completion]) -> dict[str, Any]:
         tokens = np.concatenate([c.prompt_tokens, c.tokens]).astype(np.int32, copy=False)
     return {
         "tokens": tokens,
-        # servers report no tokens: nothing to train on
+        # external servers report `usage` and no tokens
         "has_logprobs": any(c.usage is None for c in completions),
         "loss_mask": np.concatenate(mask),
         "logprobs": np.concatenate(logps),
@@ -276,7 +292,7 @@ def _joined(completions: Sequence[Completion]) -> dict[str, Any]:
 
 
 def check(x: Experience) -> None:
-    """Raises ValueError that names the field, unless `x` is something a trainer can rely on."""
+    """Raise ValueError naming the field of `x` that a trainer cannot use."""
     n = len(x.tokens)
     _check_array("tokens", x.tokens, INT32, n)
     _check_array("loss_mask", x.loss_mask, BOOL, n)
@@ -291,9 +307,11 @@ def check(x: Experience) -> None:
                 raise ValueError(f"{name}: not finite")
     if x.routed_experts is not None:
         experts.check(x.routed_experts, n)
-    whole = n > 0 and _one_span(x)
+    if x.teacher_top_ids is not None or x.teacher_top_logprobs is not None:
+        _check_top(x.teacher_top_ids, x.teacher_top_logprobs, int(np.count_nonzero(x.taught)))
+    one_span = n > 0 and _has_one_span(x)
     if n:
-        _check_values(x, whole=whole)
+        _check_values(x, one_span=one_span)
     _check_reward("reward", x.reward)
     for part, score in x.reward_parts.items():
         _check_reward(part, score)
@@ -303,57 +321,70 @@ def check(x: Experience) -> None:
         return
     if n == 0 and x.has_logprobs:
         raise ValueError("tokens: empty; only failed runs, and answers of a server, have no tokens")
-    for span in x.version_spans:
-        if not 0 <= span.start <= span.end <= n:
-            raise ValueError(f"version_spans: [{span.start}, {span.end}) is outside the {n} tokens")
-    if not whole and not x.is_expert and not _covered(x):
+    for name, spans in (("version_spans", x.version_spans), ("teacher_spans", x.teacher_spans)):
+        for span in spans:
+            if not 0 <= span.start <= span.end <= n:
+                raise ValueError(f"{name}: [{span.start}, {span.end}) is outside the {n} tokens")
+    if not one_span and not x.is_expert and not _covered(x):
         raise ValueError("version_spans: some trained tokens have no version")
     if x.info and len(msgspec.json.encode(x.info)) > MAX_INFO_BYTES:
         raise ValueError(f"info: larger than {MAX_INFO_BYTES} bytes as JSON")
 
 
+def _check_top(ids: np.ndarray | None, logprobs: np.ndarray | None, count: int) -> None:
+    """Raise ValueError unless both arrays describe k different tokens at each of `count` ones."""
+    k = ids.shape[1] if ids is not None and ids.ndim == 2 else 0
+    if ids is None or ids.dtype != INT32 or ids.shape != (count, k) or not k:
+        raise ValueError(f"teacher_top_ids: must be int32 [{count}, k]")
+    if logprobs is None or logprobs.dtype != np.float16 or logprobs.shape != (count, k + 1):
+        raise ValueError(f"teacher_top_logprobs: must be float16 [{count}, {k + 1}]")
+    in_order = np.sort(ids, axis=1)
+    if count and (in_order[:, 0].min() < 0 or (np.diff(in_order, axis=1) == 0).any()):
+        raise ValueError("teacher_top_ids: negative, or twice at one position")
+    if not (np.isfinite(logprobs).all() and (logprobs <= 0).all()):
+        raise ValueError("teacher_top_logprobs: must be finite and at most 0")
+
+
 def _check_reward(name: str, value: float | None) -> None:
-    if type(value) is float and -math.inf < value < math.inf:  # as good as always
+    if type(value) is float and -math.inf < value < math.inf:  # the usual case
         return
-    if value is not None and not (isinstance(value, Real) and math.isfinite(value)):  # also NumPy's
+    if value is not None and not (isinstance(value, Real) and math.isfinite(value)):  # or NumPy's
         raise ValueError(f"{name}: {value!r} is not a finite number")
 
 
-def _one_span(x: Experience) -> bool:
-    """Whether the trained tokens are just those of one version span, as in a run of one model call."""
+def _has_one_span(x: Experience) -> bool:
+    """Return whether the trained tokens are exactly one version span, as in a run of one model
+    call.
+    """
     if len(x.version_spans) != 1:
         return False
     (span,) = x.version_spans
-    start = span.start
-    end = span.end
-    if not 0 <= start <= end <= len(x.tokens):
+    if not 0 <= span.start <= span.end <= len(x.tokens):
         return False
-    return bool(
-        np.count_nonzero(x.loss_mask) == end - start == np.count_nonzero(x.loss_mask[start:end])
-    )
+    inside = np.count_nonzero(x.loss_mask[span.start : span.end])
+    return bool(np.count_nonzero(x.loss_mask) == span.end - span.start == inside)
 
 
-def _check_values(x: Experience, *, whole: bool) -> None:
-    """One pass over each array: this runs for every experience, when it is made and whenever it is
-    read.
+def _check_values(x: Experience, *, one_span: bool) -> None:
+    """Check the values of each array in one pass, since this runs for every experience.
 
-    An extreme is looked up by its place, which is the faster way for arrays of this size.
+    `argmin` and `argmax` are faster than `min` and `max` for arrays of this size.
     """
     if (lowest := x.tokens.item(x.tokens.argmin())) < 0:
         raise ValueError(f"tokens: {lowest} is negative")
     logprobs = x.logprobs
-    highest = logprobs.item(logprobs.argmax())  # NaN where one is NaN
+    highest = logprobs.item(logprobs.argmax())  # NaN if any value is NaN
     if not (highest < math.inf and logprobs.item(logprobs.argmin()) > -math.inf):
         raise ValueError("logprobs: not finite")
     if highest > 0:
         raise ValueError(f"logprobs: {highest} is above 0")
-    if x.has_logprobs and _strays(x, whole=whole):
+    if x.has_logprobs and _nonzero_outside_mask(x, one_span=one_span):
         raise ValueError("logprobs: must be 0 where loss_mask is False")
 
 
-def _strays(x: Experience, *, whole: bool) -> bool:
-    """Whether some log-prob is not 0 outside the trained tokens."""
-    if whole:
+def _nonzero_outside_mask(x: Experience, *, one_span: bool) -> bool:
+    """Return whether a log-prob outside the trained tokens is not 0."""
+    if one_span:
         (span,) = x.version_spans
         after = span.end < len(x.logprobs) and np.count_nonzero(x.logprobs[span.end :])
         return bool(after or np.count_nonzero(x.logprobs[: span.start]))
@@ -361,7 +392,7 @@ def _strays(x: Experience, *, whole: bool) -> bool:
 
 
 def _covered(x: Experience) -> bool:
-    """Whether each trained token has a version."""
+    """Return whether each trained token has a version."""
     covered = np.zeros(len(x.tokens), np.bool_)
     for span in x.version_spans:
         covered[span.start : span.end] = True

@@ -1,8 +1,8 @@
-"""Which experts each token of a sequence went through, kept as small as can be.  Torch-free.
+"""Routed experts of each token of a sequence, stored compactly.  Torch-free.
 
-An array of experts is unsigned [P, L, K]: for the first P positions of a sequence, in each of L
-layers with experts, the K that were chosen.  Positions behind P are unknown: nothing was computed
-for the last token of an answer. Knows the configuration keys of transformers.
+An array of experts is unsigned [P, L, K]: the K chosen experts in each of L layers, for the first P
+positions of a sequence.  Later positions are unknown: the last token of an answer is not computed.
+Knows the configuration keys of transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_e
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model: how many experts a layer has, and how many a token goes through."""
+    """Number of experts of a layer, and of those chosen for a token."""
 
     experts: int
     chosen: int
@@ -35,15 +35,17 @@ class Sizes:
 
 
 def sizes_of(config: Mapping[str, Any]) -> Sizes | None:
-    """Of the model of `config` (config.json); None: it has no experts to choose among."""
+    """Return the sizes of the model of `config` (config.json); None without experts."""
     text = row_layout.text_config(config)
     count = next((int(text[k]) for k in _COUNTS if text.get(k)), 0)
     chosen = next((int(text[k]) for k in _CHOSEN if text.get(k)), 0)
-    return Sizes(count, chosen) if count > 1 and 0 < chosen < count else None
+    if count > 1 and 0 < chosen < count:
+        return Sizes(count, chosen)
+    return None
 
 
 def check(experts: np.ndarray, tokens: int) -> None:
-    """Raises ValueError that says what is wrong with the experts of a sequence of so many tokens."""
+    """Raise ValueError for wrong experts of a sequence of `tokens` tokens."""
     if experts.dtype not in (np.dtype(np.uint8), np.dtype(np.uint16)) or experts.ndim != 3:
         raise ValueError(
             f"routed_experts: {experts.dtype} with {experts.ndim} dimensions, must be uint8 or "
@@ -61,24 +63,20 @@ def check(experts: np.ndarray, tokens: int) -> None:
 
 
 def joined(calls: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """Of a sequence from the calls that made it, each of which computed a longer beginning; None
-    where one of them does not tell.
-
-    A position is taken from the call that computed its token first.
+    """Concatenate the routing of the calls of one sequence, each from its first new position; None
+    if a call has none.
     """
-    found: np.ndarray | None = None
+    result: np.ndarray | None = None
     for experts in calls:
         if experts is None:
             return None
-        found = experts if found is None else np.concatenate([found, experts[len(found) :]])
-    return found
+        result = experts if result is None else np.concatenate([result, experts[len(result) :]])
+    return result
 
 
 def marked(tokens: np.ndarray, experts: np.ndarray | None) -> np.ndarray:
-    """Token ids, int64 [T], that differ where experts do: in the bits above the 32 of the id, see
-    `TOKEN`.
-    """
-    found = tokens.astype(np.int64)
+    """Add a hash of its experts to each token id, above the id's 32 bits (`TOKEN`): int64 [T]."""
+    ids = tokens.astype(np.int64)
     if experts is not None and experts.size:
         flat = experts[: len(tokens)].reshape(min(len(experts), len(tokens)), -1)
         factors = np.random.default_rng(0).integers(
@@ -86,5 +84,5 @@ def marked(tokens: np.ndarray, experts: np.ndarray | None) -> np.ndarray:
         ) | np.uint64(1)
         # of each expert's number + 1
         hashes = (flat.astype(np.uint64) @ factors + factors.sum()) >> np.uint64(33)
-        found[: len(flat)] |= hashes.astype(np.int64) << 32
-    return found
+        ids[: len(flat)] |= hashes.astype(np.int64) << 32
+    return ids

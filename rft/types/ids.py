@@ -1,6 +1,4 @@
-"""Names of things that travel: weight versions, groups, experiences.  They sort as text the way
-they sort as numbers.
-"""
+"""Ids of weight versions, groups and experiences.  They sort alike as text and as numbers."""
 
 from __future__ import annotations
 
@@ -9,19 +7,19 @@ from typing import Self
 from msgspec import Struct
 
 SEED = 42
-"""Seed of everything that draws, where none is written."""
+"""Default seed."""
 MAX_REWARD = 1e18  # its square is still a float32
 
 
 class Version(Struct, frozen=True, order=True, array_like=True, gc=False):
     """One complete set of weights: the `step`-th optimizer step of trainer start `lineage`.
 
-    `attempt` counts the attempts to serve them: after a failed canary the next attempt has another
-    label, so rows that the failed one wrote are told apart.  Use, staleness and checkpoints compare
-    lineage and step only (`published`).
+    `attempt` counts attempts to serve them: a new attempt after a failed canary has a new label, so
+    rows of the failed one can be excluded.  Use, staleness and checkpoints compare lineage and step
+    only (`published`).
 
     Example: `Version(2, 30)` prints as "2:30", its second attempt as "2:30.1".  `Version(1, 0)` are
-    the weights a fresh run starts from.
+    the initial weights of a new run.
     """
 
     lineage: int
@@ -37,19 +35,28 @@ class Version(Struct, frozen=True, order=True, array_like=True, gc=False):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads "2:30.1", and "2:30" as attempt 0."""
+        """Parse "2:30.1", and "2:30" as attempt 0."""
         lineage, _, rest = text.partition(":")
         step, _, attempt = rest.partition(".")
         return cls(int(lineage), int(step), int(attempt or 0))
 
     @property
     def published(self) -> Version:
-        """The version as the trainer published it, whatever the attempt."""
-        return Version(self.lineage, self.step) if self.attempt else self
+        """The version without its attempt."""
+        if self.attempt:
+            return Version(self.lineage, self.step)
+        return self
+
+
+FIXED = Version(1, 0)
+"""The version of weights that never change."""
 
 
 class GroupId(Struct, frozen=True, order=True, array_like=True, gc=False):
-    """All runs of one task in one explore batch.  `explorer` numbers the explorer processes."""
+    """All runs of one task in one explore batch.
+
+    `explorer` numbers the explorer processes.
+    """
 
     lineage: int
     explorer: int

@@ -1,4 +1,4 @@
-"""Numbers for people.  Every metric says how several values of it become one."""
+"""Metrics, each with the reduction of several values to one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Metric(Struct, frozen=True):
 
 
 class MetricRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step of one role reports; one line of metrics.jsonl."""
+    """Metrics of one step of one role; one line of metrics.jsonl."""
 
     role: Role
     step: int
@@ -30,10 +30,10 @@ class MetricRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def reduce(metrics: Iterable[Metric]) -> dict[str, float]:
-    """One value per name, by each metric's own reduction."""
-    seen: dict[str, list[Metric]] = {}
+    """Reduce metrics to one value per name."""
+    by_name: dict[str, list[Metric]] = {}
     for m in metrics:
-        seen.setdefault(m.name, []).append(m)
+        by_name.setdefault(m.name, []).append(m)
     ways: dict[Reduction, Callable[[list[float]], float]] = {
         "mean": lambda v: sum(v) / len(v),
         "max": max,
@@ -41,4 +41,6 @@ def reduce(metrics: Iterable[Metric]) -> dict[str, float]:
         "sum": sum,
         "last": lambda v: v[-1],
     }
-    return {name: float(ways[ms[0].reduction]([m.value for m in ms])) for name, ms in seen.items()}
+    return {
+        name: float(ways[ms[0].reduction]([m.value for m in ms])) for name, ms in by_name.items()
+    }

@@ -1,8 +1,6 @@
-"""A model's folder: where the hub's cache keeps it, its files, how many tokens it knows, and a hash
-that tells base models apart.
+"""A model's folder: its place in the hub's cache, its files, vocabulary size and fingerprint.
 
-Torch-free; knows no layers.  Invariant: the same weights have the same fingerprint, whatever files
-they are cut into.
+Torch-free; knows no layers.  Invariant: the fingerprint does not depend on the split into files.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ _NO_TEXT = re.compile(r"""\bcontent(["']\])? is (?:not )?[nN]one""")
 
 
 def hub_cache() -> Path:
-    """The folder of the hub's cache, which need not be there."""
+    """Return the folder of the hub's cache, which may be missing."""
     return Path(
         os.environ.get("HF_HUB_CACHE")
         or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
@@ -35,31 +33,25 @@ def hub_cache() -> Path:
 
 
 def snapshot(name: str) -> Path | None:
-    """The folder in the hub's cache of the model that has this id there; None for one that is not
-    in it, and for what is no id.
-    """
+    """Return the cached snapshot folder of a hub id, or None."""
     repo = hub_cache() / f"models--{name.replace('/', '--')}"
     main = repo / "refs" / "main"
     if not HUB_ID.fullmatch(name) or not main.is_file():
         return None
-    found = repo / "snapshots" / main.read_text(encoding="utf-8").strip()
-    return found if found.is_dir() else None
+    folder = repo / "snapshots" / main.read_text(encoding="utf-8").strip()
+    return folder if folder.is_dir() else None
 
 
-def plain_jinja(template: str) -> str:
-    """A chat template without transformers' own tag: `{% generation %}`, which marks answers, opens
-    a scope and no more.
-    """
+def without_generation_tag(template: str) -> str:
+    """Replace transformers' `{% generation %}` in a chat template, which marks answers, by `with`."""
     return _MARKED.sub(r"\1with\2", template)
 
 
 class _CallArguments(dict[str, Any]):
-    """What a call passes: an object, and where a template adds it to a text or writes it as it is,
-    the object's JSON text.
-    """
+    """Arguments of a tool call: a dict, and its JSON text where a template writes or adds it."""
 
-    def __init__(self, made: dict[str, Any], text: str) -> None:
-        super().__init__(made)
+    def __init__(self, arguments: dict[str, Any], text: str) -> None:
+        super().__init__(arguments)
         self._text = text
 
     def __str__(self) -> str:
@@ -72,12 +64,10 @@ class _CallArguments(dict[str, Any]):
         return other + self._text
 
 
-def as_read(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
-    """Calls of tools as any template reads them, their arguments given as an object or as its JSON
-    text, which is OpenAI's form.
+def prepare_tool_calls(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Prepare tool calls for any template; arguments may be an object or JSON text (OpenAI's form).
 
-    DeepSeek's show them only in messages whose content is none, or write an empty answer behind
-    them where it is not.
+    DeepSeek's templates require that messages with calls have no content.
     """
     if _NO_TEXT.search(template):
         messages = [
@@ -93,25 +83,28 @@ def as_read(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any
 
 
 def _with_object(call: Any) -> Any:
-    """A call whose arguments are an object and its JSON text at once; unchanged where they are
-    neither.
-    """
+    """Return the call with `_CallArguments`, or unchanged if its arguments are no object."""
     if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
         return call | {"function": _with_object(function)}
     try:
-        given = call["arguments"] or {}
-        made, text = (
-            (parse_json(given), given)
-            if isinstance(given, str)
-            else (given, json.dumps(given, ensure_ascii=False))
+        arguments = call["arguments"] or {}
+        parsed, text = (
+            (parse_json(arguments), arguments)
+            if isinstance(arguments, str)
+            else (arguments, json.dumps(arguments, ensure_ascii=False))
         )
     except (KeyError, TypeError, ValueError):
         return call
-    return call | {"arguments": _CallArguments(made, text)} if isinstance(made, dict) else call
+    if isinstance(parsed, dict):
+        return call | {"arguments": _CallArguments(parsed, text)}
+    return call
 
 
 def files(folder: Path) -> list[Path]:
-    """The files that hold the model of `folder`.  Raises CheckpointInvalid where there are none."""
+    """Return the weight files of `folder`.
+
+    Raises CheckpointInvalid without any.
+    """
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if index.is_file():
@@ -128,40 +121,31 @@ def files(folder: Path) -> list[Path]:
 
 
 def vocab_size(folder: Path) -> int:
-    """How many token ids a model has: as config.json says, or, where that leaves it to a default,
-    as its embedding has.
+    """Return the vocabulary size of config.json, else the rows of the embedding.
 
-    Raises ConfigError where neither tells.
+    Raises ConfigError without either.
     """
-    if (
-        said := text_config(json.loads((folder / "config.json").read_text(encoding="utf-8"))).get(
-            "vocab_size"
-        )
-    ) is not None:
-        return int(said)
-    tensors = (tensor for path in files(folder) for tensor in header(path)[0].items())
-    if (
-        rows := next(
-            (about["shape"][0] for name, about in tensors if name.endswith("embed_tokens.weight")),
-            None,
-        )
-    ) is None:
-        raise ConfigError(
-            "config.json does not give its vocab_size; add it",
-            key="model.model_path",
-            given=str(folder),
-        )
-    return int(rows)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    size = text_config(config).get("vocab_size")
+    if size is not None:
+        return int(size)
+    for path in files(folder):
+        for name, tensor in header(path)[0].items():
+            if name.endswith("embed_tokens.weight"):
+                return int(tensor["shape"][0])
+    raise ConfigError(
+        "config.json does not give its vocab_size; add it",
+        key="model.model_path",
+        given=str(folder),
+    )
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash of the weights in a model folder, whatever files they are cut into: names, types,
-    shapes and samples of every tensor.
+    """Hash the weights in a model folder: name, type, shape and up to 64 KiB of each tensor.
 
-    Of each tensor up to 64 KiB are read.  Raises CheckpointInvalid naming a file that cannot be
-    read.
+    Raises CheckpointInvalid naming a file that cannot be read.
     """
-    found = {}
+    digests = {}
     for path in files(folder):
         tensors, base = header(path)
         tensors.pop("__metadata__", None)
@@ -175,23 +159,23 @@ def fingerprint(folder: Path) -> str:
                 }:
                     file.seek(base + at)
                     digest.update(file.read(size))
-                found[name] = digest.digest()
-    whole = hashlib.sha256()
-    for name in sorted(found):
-        whole.update(found[name])
-    return whole.hexdigest()
+                digests[name] = digest.digest()
+    total = hashlib.sha256()
+    for name in sorted(digests):
+        total.update(digests[name])
+    return total.hexdigest()
 
 
 def header(path: Path) -> tuple[dict[str, Any], int]:
-    """(the JSON header of a safetensors file, where its data begins)."""
+    """Return (JSON header of a safetensors file, offset of its data)."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(_MAX_HEADER, path.stat().st_size - 8):
                 raise ValueError(f"a header of {length} bytes")
-            found = json.loads(file.read(length))
-        if not isinstance(found, dict):
+            fields = json.loads(file.read(length))
+        if not isinstance(fields, dict):
             raise ValueError("its header is not a mapping")
-        return found, 8 + length
+        return fields, 8 + length
     except (OSError, ValueError) as e:
         raise CheckpointInvalid(f"{path}: cannot be read as safetensors: {e}") from e

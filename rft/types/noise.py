@@ -1,12 +1,11 @@
-"""How far the log-probs of two computations of one model may be apart in bfloat16 and float16: a
-multiple of what rounding does to it.
+"""Tolerance between log-probs of two computations of one model in bfloat16 and float16: a multiple of
+its rounding noise.
 
-Rounding moves a log-prob by more the larger a model's logits are, so no number of nats separates
-right weights from wrong ones in all models.  The noise is measured: one side computes the same
-tokens with other roundings, see `rft.engine.rounding`.  The mean over tokens is judged, because it
-is steady.  The largest depends on a few tokens; its limit is wide, and is for rare tokens that are
-far off.  `scripts/canary_noise.py` measures how often right weights are refused and wrong ones
-pass.
+Rounding moves a log-prob more the larger a model's logits are, so no fixed number of nats separates
+right weights from wrong ones.  The noise is measured: one side computes the same tokens with other
+roundings (`rft.engine.rounding`).  The mean over tokens decides, because it is steady; the largest
+depends on few tokens, so its limit is wide.  `scripts/canary_noise.py` measures how often right
+weights are refused and wrong ones pass.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ _LEAST_LARGEST = 1.0  # nats
 
 
 class Difference(Struct, frozen=True):
-    """Differences of log-probs over some tokens, in nats, without their signs."""
+    """Absolute differences of log-probs over some tokens, in nats."""
 
     mean: float
     largest: float
 
     @classmethod
-    def of(cls, differences: np.ndarray) -> Self:
+    def from_values(cls, differences: np.ndarray) -> Self:
         size = abs(differences.astype("float64"))
         return cls(float(size.mean()), float(size.max()))
 
@@ -50,8 +49,6 @@ class Difference(Struct, frozen=True):
 
 
 def allowed(noise: Difference, dtype: str, multiple: float = MULTIPLE) -> Difference:
-    """The largest difference of two computations in `dtype` of a model whose rounding makes
-    `noise`.
-    """
+    """Return the tolerance between two computations in `dtype` of a model with this `noise`."""
     mean = max(_LEAST_MEAN[dtype], multiple * noise.mean)
     return Difference(mean, max(_LEAST_LARGEST, mean, multiple * _WIDER * noise.largest))

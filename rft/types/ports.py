@@ -1,5 +1,4 @@
-"""The seams between rooms.  Rooms code against these; `rft/launch` connects them, across Ray or
-inside one process.
+"""Protocols between rooms, which `rft/launch` connects across Ray or inside one process.
 
 Every call is awaited, every wait inside has a deadline and a name.  No port carries a Ray handle or
 a torch tensor.
@@ -14,7 +13,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from rft.types.adapter import AdapterSpec
-from rft.types.completion import Completion, Credit
+from rft.types.completion import Completion, Credit, TokenScores
 from rft.types.ids import Version
 from rft.types.metrics import Metric, MetricRecord
 from rft.types.task import SamplingArgs
@@ -32,87 +31,88 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     prompt_tokens: tuple[int, ...] = ()
-    # int32: prompt and answer of the call before, which the prompt begins with;
+    # int32: prompt and answer of an earlier call, with which the prompt begins
     prefix_tokens: np.ndarray | None = None
-    # number of `messages` that these tokens cover; only what follows is rendered
-    prefix_messages: int = 0
+    prefix_messages: int = (
+        0  # number of `messages` that `prefix_tokens` cover; the rest is rendered
+    )
     chat_template: str | None = None  # Jinja text; None = the engine's
     chat_template_args: dict[str, Any] = field(default_factory=dict)  # over the engine's
-    # names of chat_template_args that a client chose: the template must read each
+    # chat_template_args set by a client: the template must read each of these names
     strict_template_args: tuple[str, ...] = ()
-    # left | right | middle: where a prompt that is too long is cut; error: PromptTooLong
+    # left | right | middle: where to cut a prompt that is too long; error: PromptTooLong
     prompt_truncation: str = "error"
     sampling: SamplingArgs = SamplingArgs()
-    # the answer is the first token of one of these; at temperature 0 the likelier one, and its
+    # answer with the first token of one of these (the likeliest at temperature 0); its log-prob is
+    # relative to them.  Engines without this feature raise ValueError
     choices: tuple[str, ...] = ()
-    n: int = 1  # log-prob is that among them.  Engines that cannot do so raise ValueError
+    n: int = 1
     request_id: str = ""
-    # False: an engine that drains refuses it with `engine.admission.Draining`, so that another is
-    # asked
-    may_wait: bool = True
+    may_wait: bool = True  # False: a draining engine raises `engine.admission.Draining`
 
 
 class ChatModel(Protocol):
-    """What workflows and judges see of an engine or a pool of engines."""
+    """An engine or a pool of engines, for workflows and judges."""
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        """`request.n` completions, in order.  Raises `PromptTooLong` (a ValueError) before
-        generating, `EngineFailed` when broken.
+        """Return `request.n` completions, in order.
+
+        Raises `PromptTooLong` (a ValueError) before generating, `EngineFailed` when broken.
         """
         ...
 
-    async def logprobs(self, row: ScoreRow) -> np.ndarray:
-        """float32 [len(tokens) - prompt_length]: log-probs of given tokens after the prompt,
-        natural log.
+    async def score(self, row: ScoreRow) -> TokenScores:
+        """Score the tokens after the prompt, all under one version of the weights.
 
-        Raises ValueError where the engine cannot say (`engine.base.no_logprobs`).
+        Raises ValueError if the engine cannot, PromptTooLong for a prompt that leaves no room.
         """
         ...
 
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
-        """Raw scores (logits) of a model with a classification head for a whole chat.  Raises
-        ValueError where it has none.
+        """Return the logits of a classification head for a chat.
+
+        Raises ValueError without one.
         """
         ...
 
 
 class Engine(ChatModel, Protocol):
-    """Generates tokens with one weight version at a time.  Implementations: vllm, transformers,
-    scripted.
+    """Generates tokens with one weight version at a time.
+
+    Implementations: vllm, transformers, scripted.
     """
 
     async def pause(self, *, clear_cache: bool = True) -> None:
-        """Stop scheduling; running requests are kept and go on after `resume`."""
+        """Stop scheduling; running requests continue after `resume`."""
         ...
 
     async def sleep(self) -> None:
-        """While paused: give the device's memory back, for one who shares it; `load` and `resume`
-        take it again.
-        """
+        """While paused: free the device's memory until `load` or `resume`."""
         ...
 
     async def load(self, manifest: WeightManifest) -> LoadReport:
-        """While paused: verify the staged weights' hashes, load them, probe them, and label what
-        follows with `manifest.version`.
+        """While paused: verify hashes of the staged weights, load and probe them.
+
+        Tokens after it are labelled with `manifest.version`.
         """
         ...
 
     async def resume(self) -> None: ...
 
     async def drain(self, timeout_s: float) -> None:
-        """Before a pause, while other engines answer: take only requests that may wait, until
-        `admit`; also after `resume`.
+        """Before a pause, while other engines answer: accept only requests with `may_wait`, until
+        `admit`, also after `resume`.
 
-        Returns when nothing is under way any more, or after `timeout_s`.
+        Returns when no request is running, or after `timeout_s`.
         """
         ...
 
     async def admit(self) -> None:
-        """Take every request again."""
+        """Accept every request again."""
         ...
 
     async def health(self) -> None:
-        """Raises `EngineFailed` when the engine cannot answer any more."""
+        """Raise `EngineFailed` when the engine cannot answer."""
         ...
 
     async def metrics(self) -> list[Metric]: ...
@@ -129,18 +129,16 @@ class Identified(Protocol):
 
 @runtime_checkable
 class Measured(Protocol):
-    """A model that counts what it does, as local engines and pools do."""
+    """A model with counters since its start, such as a local engine or a pool."""
 
-    async def metrics(self) -> list[Metric]:
-        """Counted from its start; those of several engines are reduced by their names."""
-        ...
+    async def metrics(self) -> list[Metric]: ...
 
 
 # ---------------------------------------------------------------- weights
 
 
 class TensorSpec(Struct, frozen=True, array_like=True):
-    """Where one tensor lies in the blob: bytes [offset, offset + nbytes), row-major, little-endian."""
+    """Place of a tensor in the blob: bytes [offset, offset + nbytes), row-major, little-endian."""
 
     name: str  # Hugging Face parameter name
     dtype: str  # safetensors name: "F32", "BF16", ...
@@ -151,26 +149,24 @@ class TensorSpec(Struct, frozen=True, array_like=True):
 
 
 class Broadcast(Struct, frozen=True, kw_only=True):
-    """How a version that is sent reaches the engines: where trainer and workers meet, and who takes
-    part in this round.
+    """One round of sending a version from the trainer to engine workers: meeting point and members.
 
     Rank 0 is the trainer; the workers of `engines` follow, engine by engine.
     """
 
     host: str
     port: int
-    # begins the names of everything that is agreed at the meeting point; no stranger guesses it
-    token: str
+    token: str  # secret prefix of all names at the meeting point
     backend: Literal["gloo", "nccl"]
     bucket_bytes: int | None  # None: tensor by tensor
-    overlap: bool  # the next bucket is under way while one is verified
+    overlap: bool  # receive the next bucket while one is verified
     timeout_s: float  # of the meeting, and of each bucket
-    # the workers keep the version, so that of the next one only what changed is sent
-    changes: bool = False
-    round: int = 0  # this and what follows: set by the synchronizer for each load
+    changes: bool = False  # send only changed words; workers keep the last version for it
+    # set by the synchronizer for each load:
+    round: int = 0
     engines: tuple[int, ...] = ()
-    workers: tuple[int, ...] = ()  # of each of them
-    place: int = 0  # which of them reads this
+    workers: tuple[int, ...] = ()  # number of workers of each engine
+    place: int = 0  # index of the reader's engine in `engines`
 
     @property
     def world(self) -> int:
@@ -183,13 +179,12 @@ class Broadcast(Struct, frozen=True, kw_only=True):
 
 
 class WeightManifest(Struct, frozen=True, kw_only=True):
-    """One published weight version: which tensors, where the bytes are, and how to tell that they
-    are whole.
+    """One published weight version: its tensors, the place of their bytes, and their hashes.
 
     `path` can be opened by every engine worker on this node: a file, or /proc/PID/fd/N of an
-    anonymous memory file.  With `broadcast` the bytes are not read there but received; for a
-    transport from outside it is what its `fetch` understands. Tied tensors are listed once, under
-    the name the checkpoint uses; `tied` maps the other name to it.
+    anonymous memory file.  With `broadcast` the bytes are received instead; a transport of a plugin
+    may write any text that its `fetch` reads.  Tied tensors are listed once, under the name in the
+    checkpoint; `tied` maps the other name to it.
     """
 
     version: Version
@@ -199,182 +194,170 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
     # {"lm_head.weight": "model.embed_tokens.weight"}
     tied: dict[str, str] = field(default_factory=dict)
     broadcast: Broadcast | None = None
-    stage_s: float = 0.0  # how long the trainer's ranks took for it
-    # `tensors` are those of an adapter alone: the engine has the base
-    adapter: AdapterSpec | None = None
+    stage_s: float = 0.0  # duration of staging on the trainer's ranks
+    adapter: AdapterSpec | None = None  # set: `tensors` are the adapter's, the engine has the base
 
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors)
 
 
-class HeldRequests(Struct, frozen=True, kw_only=True):
-    """What one engine was doing when it was paused, and what the pause costs."""
+class PausedRequests(Struct, frozen=True, kw_only=True):
+    """Requests of one engine at its pause, and the cost of the pause."""
 
-    requests: int = 0  # completions under way
-    aborted: int = 0  # of them, those that were gone after the load; every one is a fault
-    # of prompts and answers whose keys and values are to be computed again
-    recomputed_tokens: int = 0
-    tokens_per_s: float = 0.0  # generated until then: what every second of the pause loses
+    requests: int = 0  # running completions
+    aborted: int = 0  # of these, lost by the load; each is a fault
+    recomputed_tokens: int = 0  # of prompts and answers whose keys and values were dropped
+    tokens_per_s: float = 0.0  # generated before the pause
 
 
 class LoadReport(Struct, frozen=True, kw_only=True):
-    """What an engine's workers say after a load; the synchronizer compares it with the manifest."""
+    """Result of a load on an engine's workers; the synchronizer compares it with the manifest."""
 
     version: Version
     num_tensors: int
     nbytes: int
-    missing: tuple[str, ...] = ()  # tensors of the model that were not in the manifest
+    missing: tuple[str, ...] = ()  # tensors of the model that are not in the manifest
     unexpected: tuple[str, ...] = ()  # tensors of the manifest that the model does not have
     bad_hash: tuple[str, ...] = ()
-    failed: str = ""  # why the bytes did not arrive
+    failed: str = ""  # error of the transport
     probed_layers: int = 0
-    # max abs difference of packed layers against the published weights, relative to the output's
-    # scale
+    # max abs difference of packed layers to the published weights, relative to the output's scale
     probe_error: float = 0.0
     probe_worst: str = ""  # the layer with that difference
-    moved_bytes: int = 0  # that came for it
-    load_s: float = 0.0  # all of it; of this:
-    meeting_s: float = 0.0  # until the group of a broadcast stood
+    moved_bytes: int = 0  # transferred for it
+    load_s: float = 0.0  # in all; of this:
+    meeting_s: float = 0.0  # forming the process group of a broadcast
     transfer_s: float = 0.0  # waiting for bytes
-    verify_s: float = 0.0  # hashes
-    probe_s: float = 0.0  # layers against the published weights
-    held: HeldRequests = HeldRequests()  # said by the engine, not by its workers
+    verify_s: float = 0.0  # hashing
+    probe_s: float = 0.0  # probing layers
+    paused: PausedRequests = PausedRequests()  # set by the engine, not by its workers
 
     @property
-    def whole(self) -> bool:
-        """Whether the model was touched."""
+    def intact(self) -> bool:
+        """Whether all bytes arrived and fit the model."""
         return not (self.failed or self.missing or self.unexpected or self.bad_hash)
 
 
 class Scorer(Protocol):
-    """The trainer, asked for log-probs of given sequences under the weights it published last."""
+    """The trainer, which scores sequences under the weights it published last."""
 
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
-        """For each row float32 [len(tokens) - prompt_length]: log-probs of the tokens after the
-        prompt.
-        """
+        """Return log-probs of the tokens after each row's prompt: float32 [T - prompt_length]."""
         ...
 
 
 class Sender(Protocol):
-    """The trainer, asked to send a version that it has staged to those who are asked to load it
-    (sync_method: nccl).
-    """
+    """The trainer, which broadcasts a staged version to engine workers (sync_method: nccl)."""
 
     async def send(self, manifest: WeightManifest) -> None:
-        """One round; returns when everything was sent.  Raises WeightSyncFailed that names who did
-        not come, or what broke.
+        """Send one round.
+
+        Raises WeightSyncFailed naming missing workers, or the error.
         """
         ...
 
-    async def abandon(self, round: int, reason: str) -> None:
-        """Nobody waits any more in this round or an earlier one for those who have not come."""
+    async def abort_round(self, round: int, reason: str) -> None:
+        """Release all waiters of rounds up to `round`."""
         ...
 
 
 class ScoreRow(Struct, frozen=True, kw_only=True):
+    """Tokens to score, from `prompt_length` on.
+
+    `prompt`: the engine renders it and puts its tokens first; `prompt_length` is 0 then.
+    """
+
     tokens: np.ndarray  # int32 [T]
     prompt_length: int
+    prompt: GenerateRequest | None = None
+    top: int = 0  # also return so many most likely tokens at each position
     temperature: float = 1.0
-    # to go through instead of the model's own choice, see rft.types.experts
-    routed_experts: np.ndarray | None = None
-    # by the trainer: with other roundings than usual, of this type; what they do is its noise
-    rounded: str | None = None
+    routed_experts: np.ndarray | None = None  # replace the router's choice, see rft.types.experts
+    rounded: str | None = None  # dtype: compute with its other roundings, to measure the noise
 
 
 class WeightSync(Protocol):
     """The trainer's view of the synchronizer."""
 
     async def publish(self, manifest: WeightManifest) -> list[Metric]:
-        """Every engine loads the version, and the canary verifies it (it calls the scorer back).
-        Returns when it counts as served.
+        """Load the version into every engine and verify it with the canary, which calls the scorer.
 
-        Raises WeightSyncFailed, naming engine and reason, when that cannot be reached; the weights
-        before are then served again.
+        Returns when it is served.  Raises WeightSyncFailed naming engine and reason; the version
+        before is then served again.
         """
         ...
 
     async def step_finished(self, step: int, *, finished: bool = False) -> bool:
-        """Tell that optimizer step `step` is done (also when it is not published); `finished` = no
-        more steps come.
+        """Report that optimizer step `step` is done; `finished`: it was the last.
 
-        True: the explorer waits for these weights, publish them now.
+        Returns True if the explorer waits for these weights: publish them now.
         """
         ...
 
     async def wait_for_demand(self, step: int) -> bool:
-        """Where weights move when the explorer asks: nothing is trained since `step`, because rows
-        are waited for.
+        """Wait for the explorer to demand the weights of `step`, while the trainer waits for rows.
 
-        Waits until these weights are asked for (True: publish them now) or a step begins (False).
+        Returns True on demand (publish them now), False when a step begins.
         """
         ...
 
     async def step_started(self, step: int) -> None:
-        """Step `step` begins.  Returns when the trainer may have the devices that it shares with
-        engines.
-        """
+        """Report that step `step` begins; wait for devices shared with engines."""
         ...
 
     async def allow_batch(self, batch: int) -> None:
-        """Let explore batch `batch` begin under the weights that are served: the next step lacks
-        rows (on_short_batch: carry).
+        """Let explore batch `batch` begin with the served weights, because the next step lacks rows
+        (on_short_batch: carry).
         """
         ...
 
 
 class Assignment(Struct, frozen=True, kw_only=True):
-    """An explore batch to play now.  `again`: another explorer has begun it before, so the buffer
-    may hold some of its groups.
-    """
+    """An explore batch to play now."""
 
     batch: int
-    version: Version  # to expect; it may be provisional
-    again: bool = False
+    version: Version  # expected; may be provisional
+    again: bool = False  # another explorer began it, so the buffer may hold some of its groups
 
 
 class ExploreGate(Protocol):
-    """One explorer's view of the coordinator: which batches it plays, when, and which of its rows
-    count.
-    """
+    """One explorer's view of the coordinator."""
 
     async def next_batch(
         self, *, lag: int | None, fingerprint: str, total: int | None
     ) -> Assignment | str:
-        """Wait for the next batch that may begin; a text says why none is left.
+        """Wait for the next batch that may begin, or for the reason (a text) that none will.
 
-        `lag`: all batches but so many before it are closed by then, because the choice of its tasks
-        depends on them; None: it does not. `fingerprint`: of the order of the tasks, which all
-        explorers share.  `total`: how many batches that order has (None: no end). Raises
-        ConfigError when another explorer has another order.
+        `lag`: all batches but the last `lag` before it must be closed, because its tasks depend on
+        them (None: they do not).  `fingerprint`: of the task order, which all explorers share.
+        `total`: number of batches in that order (None: endless).  Raises ConfigError when another
+        explorer has another order.
         """
         ...
 
     async def wait_verified(self, version: Version) -> bool:
-        """Wait for the canary of `version`: True, rows that it wrote count; False, this attempt
-        failed and they never count.
-        """
+        """Wait for the canary of `version`; False if it failed and its rows never count."""
         ...
 
     async def acquire_group(self, batch: int, group: int | None) -> bool:
-        """Wait until group `group` of explore batch `batch` may start; None = one that replaces
-        another.  Asked only where groups count.
+        """Wait until group `group` (None: a replacement) of explore batch `batch` may start.
 
-        False = the trainer is finished.  After True `release_group` has to follow.
+        Called only where groups are limited.  Returns False when the trainer is finished; after
+        True, call `release_group`.
         """
         ...
 
     async def release_group(self) -> None:
-        """Tell that a group for which `acquire_group` said True generates no more."""
+        """Report that a group acquired with `acquire_group` generates no more."""
         ...
 
     async def explored(self, batch: int) -> None:
-        """Tell that all groups of explore batch `batch` are in the buffer."""
+        """Report that all groups of explore batch `batch` are in the buffer."""
         ...
 
     async def evaluates(self) -> bool:
-        """Whether this explorer is the one that evaluates the final weights."""
+        """Return whether this explorer evaluates the final weights."""
         ...
 
     async def wait_final(self) -> Version:
@@ -392,14 +375,14 @@ class StoredGroup(Struct, frozen=True, array_like=True):
 
 
 class TaskOutcome(Struct, frozen=True, array_like=True):
-    """How often one task of a closed explore batch was solved; selectors learn from it."""
+    """Pass rate of one task of a closed explore batch; task selectors use it."""
 
     batch: int
     task: int  # number in the batch
     taskset: str
     index: int  # row of the taskset
     pass_rate: float  # mean reward of its scored runs
-    num_runs: int  # scored ones
+    num_runs: int  # scored runs
 
 
 class AppendResult(Struct, frozen=True, kw_only=True):
@@ -408,40 +391,43 @@ class AppendResult(Struct, frozen=True, kw_only=True):
 
 
 class GroupStats(Struct, frozen=True, kw_only=True):
-    """Statistics of all scored rows of a group, frozen when the batch is leased; made by
-    `rft.types.credit.group_statistics`.
+    """Statistics of all scored rows of a group, frozen at the lease (`rft.types.credit`).
 
-    `rewards`, `runs`, `steps`, `lengths` and `credits` are of the rows, by run, attempt and step,
-    also of those filtered out or leased elsewhere.  `mean` and `std` (unbiased, 0 for one) are of
-    what the group compares: its runs, not their rows.
+    `rewards`, `runs`, `steps`, `lengths`, `credits` and `parts` have one entry per row, by run,
+    attempt and step, including rows that were filtered out or leased elsewhere.  `mean` and `std` (unbiased, 0
+    for one) are over runs, not rows.
     """
 
     group: str  # text form of GroupId
     rewards: tuple[float, ...]
     mean: float
     std: float
-    runs: tuple[int, ...] = ()  # number of the run; none: each entry is a run
+    runs: tuple[int, ...] = ()  # number of the run; empty: each entry is a run
     steps: tuple[int, ...] = ()  # number in the run
     lengths: tuple[int, ...] = ()  # trained tokens
-    credits: tuple[Credit, ...] = ()  # see rft.types.credit; none: all "run"
+    credits: tuple[Credit, ...] = ()  # empty: all "run"
+    parts: tuple[dict[str, float], ...] = ()  # of the rewards, by name; empty: none has parts
 
 
 class Lease(Struct, frozen=True, kw_only=True):
-    """One train batch.  Rows are sorted by (batch, task, run, step)."""
+    """One train batch.
+
+    Rows are sorted by (batch, task, run, step).
+    """
 
     step: int
     frame: bytes  # block of the leased experiences, see types.block
     groups: tuple[GroupStats, ...]
     available_after: int = 0
-    missing: int = 0  # groups (or rows) fewer than asked for; only with on_short_batch: train
+    missing: int = 0  # groups (or rows) short of the request; only with on_short_batch: train
 
 
 class Consumption(Struct, frozen=True, kw_only=True):
-    """What a checkpoint manifest says about the rows used so far in its lineage."""
+    """Rows used so far in a lineage, as its checkpoint manifest records them."""
 
     num_uses: int
     digest: str  # of all counted uses, see docs/reference/files.md
-    cursor: int  # first explore batch that is not wholly used or explained
+    cursor: int  # first explore batch with a row neither used nor explained
     mixed: dict[str, int] = field(default_factory=dict)  # uses of rows of other sources, by source
 
 
@@ -449,11 +435,12 @@ class BufferWriter(Protocol):
     """The explorer's view of the buffer."""
 
     async def append(self, frame: bytes, *, accepted: bool, reason: str = "") -> AppendResult:
-        """Append one group (a block; failed runs are header rows in it).  Returns when durable.
-        Raises IdConflict, Fenced.
+        """Append one group (a block, with header rows of failed runs).
 
-        Rows of a group that is not accepted are discarded for `reason` at once and never leased;
-        they still count as acknowledged.
+        Returns when durable.
+
+        Rows of a group that is not accepted are discarded for `reason` and never leased; they still
+        count as acknowledged.  Raises IdConflict, Fenced.
         """
         ...
 
@@ -462,36 +449,32 @@ class BufferWriter(Protocol):
         ...
 
     async def close_batch(
-        self, batch: int, *, accepted: int, wanted: int, reasons: dict[str, int]
+        self, batch: int, *, accepted: int, expected: int, reasons: dict[str, int]
     ) -> None:
-        """All groups of `batch` are appended: `accepted` of `wanted` groups can be trained;
+        """Close `batch` after all its groups: `accepted` of `expected` ones can be trained, and
         `reasons` count the rejected ones.
         """
         ...
 
     async def stored_groups(self, first_batch: int) -> list[StoredGroup]:
-        """Every group from `first_batch` on that is stored and not orphaned: these are not explored
-        again.
-        """
+        """Return stored groups from `first_batch` on, without orphaned ones."""
         ...
 
     async def outcomes(self, first_batch: int, end_batch: int) -> list[TaskOutcome]:
-        """Of every scored group of batches [first_batch, end_batch) that stands, also of rejected
-        ones, by batch and task.
+        """Return outcomes of scored groups of batches [first_batch, end_batch), rejected ones too,
+        orphaned ones not, by batch and task.
         """
         ...
 
-    async def same_tasksets(self, fingerprints: dict[str, str]) -> list[str]:
-        """Remember the rows of each taskset, `eval/NAME` of one that is evaluated.  Where a run
-        goes on that had others before: raises ConfigError for one that is explored, returns the
-        names of those that are evaluated.
+    async def check_taskset_fingerprints(self, fingerprints: dict[str, str]) -> list[str]:
+        """Store or compare the fingerprint of each taskset (`eval/NAME`: evaluation tasksets).
+
+        Raises ConfigError for a changed training taskset; returns names of changed evaluation ones.
         """
         ...
 
     async def finish(self, reason: str) -> None:
-        """No more rows will come; a lease that cannot be filled fails with `reason` instead of
-        waiting.
-        """
+        """Announce the last row; a lease that cannot be filled then fails with `reason`."""
         ...
 
 
@@ -508,32 +491,32 @@ class BufferReader(Protocol):
         max_staleness: int | None,
         until: int | None = None,
     ) -> Lease:
-        """Rows for optimizer step `step` (from 1): exactly `groups` accepted groups, or exactly
-        `rows` rows.
+        """Lease rows for optimizer step `step` (from 1): `groups` accepted groups or `rows` rows.
 
-        `until`: the first explore batch that waits for this step to be trained.  When all before it
-        are closed and too little is there, waiting on would never end: ShortBatch, a shorter lease
-        (`Lease.missing`), or NeedMore, as `on_short_batch` says. Raises EndOfData when the explorer
-        finished and nothing is left, ShortBatch when it finished and too little is left,
-        DeadlineExceeded after `deadline_s`, Fenced when another trainer took over.
+        `until`: first explore batch that waits for this step.  If all batches before it are closed
+        and rows are missing, `on_short_batch` decides: ShortBatch, a shorter lease
+        (`Lease.missing`), or NeedMore.  Raises EndOfData when the explorer finished and no row is
+        available, ShortBatch when it finished and too few are, DeadlineExceeded after `deadline_s`,
+        Fenced when another trainer took over.
         """
         ...
 
     async def use(self, step: int, logprobs: bytes | None = None) -> None:
-        """The lease of `step` was trained on: record one use of each row by (lineage, step).
+        """Record one use of each row of the lease of `step`.
+
         Durable on return.
 
-        `logprobs`, a frame of `rft.types.token_logprobs`: what the trainer gave the rows' tokens;
-        kept at the first use of each row.
+        `logprobs`: the trainer's log-probs (`rft.types.token_logprobs.encode`), stored at the first
+        use of each row.
         """
         ...
 
     async def discard(self, step: int, reason: str) -> None:
-        """The lease of `step` will never be trained on (e.g. "nonfinite"): account for its rows."""
+        """Explain the rows of the lease of `step`, which is never trained (e.g. "nonfinite")."""
         ...
 
     async def consumption(self, step: int) -> Consumption:
-        """What a manifest of `step` has to state."""
+        """Return the consumption for a manifest of `step`."""
         ...
 
 
@@ -542,9 +525,7 @@ class EndOfData(Exception):
 
 
 class NeedMore(Exception):
-    """A step lacks rows, and explore batch `args[0]` would only begin after it: it has to begin
-    now.  Not an error.
-    """
+    """A step lacks rows, so explore batch `args[0]` has to begin before it; not an error."""
 
     @property
     def batch(self) -> int:
@@ -555,10 +536,10 @@ class NeedMore(Exception):
 
 
 class MetricSink(Protocol):
-    """Takes numbers from explorer, trainer and synchronizer; one process writes them everywhere."""
+    """Collects metrics of explorer, trainer and synchronizer; one process writes them."""
 
     async def log(self, record: MetricRecord) -> None: ...
 
     async def samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
-        """A table of examples, e.g. evaluation answers: {prompt, answer, truth, reward}."""
+        """Log a table of examples, e.g. evaluation answers: {prompt, answer, truth, reward}."""
         ...

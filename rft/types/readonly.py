@@ -1,8 +1,7 @@
-"""Read-only values: what a plugin receives of a record cannot be changed, so nothing but what the
-engine wrote is trained.
+"""Read-only values: a plugin cannot change a record, so only the engine's tokens are trained.
 
-Invariant: a value that `read_only` returns shares no writable memory with the value it was made of;
-writing into it raises.
+Invariant: the result of `read_only` shares no writable memory with its argument, and writing into it
+raises.
 """
 
 from __future__ import annotations
@@ -22,7 +21,10 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 class ReadOnlyDict(dict[Any, Any]):
-    """A dict that refuses to be changed.  Copies of it, also pickled ones, are ordinary dicts."""
+    """A dict that refuses to be changed.
+
+    Copies of it, also pickled ones, are ordinary dicts.
+    """
 
     __slots__ = ()
     __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
@@ -38,7 +40,10 @@ class ReadOnlyDict(dict[Any, Any]):
 
 
 class ReadOnlyList(list[Any]):
-    """A list that refuses to be changed.  Copies of it, also pickled ones, are ordinary lists."""
+    """A list that refuses to be changed.
+
+    Copies of it, also pickled ones, are ordinary lists.
+    """
 
     __slots__ = ()
     __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
@@ -59,18 +64,18 @@ _UNCHANGEABLE = frozenset({str, int, float, bool, type(None), ReadOnlyDict, Read
 
 
 def read_only(value: Any) -> Any:
-    """`value` with its dicts, lists and arrays, however deep, made read-only; values of other types
-    are returned as they are.
-    """
+    """Return `value` with its dicts, lists and arrays made read-only, at any depth."""
     kind = type(value)
     if kind in _UNCHANGEABLE:
         return value
-    if kind is np.ndarray:
+    if isinstance(value, np.ndarray):
         if not value.flags.writeable:
             return value
         # an array over bytes: its flag cannot be set again
         flat = np.frombuffer(value.tobytes(), value.dtype)
-        return flat if value.ndim == 1 else flat.reshape(value.shape)
+        if value.ndim == 1:
+            return flat
+        return flat.reshape(value.shape)
     if isinstance(value, dict):
         return ReadOnlyDict({key: read_only(item) for key, item in value.items()})
     if isinstance(value, list):
@@ -89,5 +94,7 @@ def freeze(record: Struct, *fields: str) -> None:
 
 
 def hint(error: BaseException) -> str:
-    """What to add to NumPy's message of an array that was written into; "" for other errors."""
-    return f" ({HINT})" if isinstance(error, ValueError) and "is read-only" in str(error) else ""
+    """Return a hint for NumPy's error of writing into a read-only array, else ""."""
+    if isinstance(error, ValueError) and "is read-only" in str(error):
+        return f" ({HINT})"
+    return ""

@@ -1,8 +1,7 @@
-"""Rotary embeddings of a model's config.json, changed the same way for trainer, engines and
-exported models.
+"""Overrides of rotary embeddings in config.json, for trainer, engines and exported models alike.
 
 Knows the names of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`).
-Invariant: what it returns holds all that the embeddings need, so nobody has to merge again.
+Invariant: results are complete and need no further merge.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from typing import Any
 from rft.errors import ConfigError
 
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-_BEYOND = ("linear", "dynamic", "yarn")  # factor x positions that the model was trained with
+_BEYOND = ("linear", "dynamic", "yarn")  # extend the trained positions by a factor
 _OLD = ("rope_theta", "rope_scaling")
 
 
 def applied(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    """`override` of `config` (config.json), with its `rope_theta` and `rope_scaling` as one
-    `rope_parameters`.
+    """Return `override` of `config` (config.json) with `rope_parameters` in place of `rope_theta` and
+    `rope_scaling`.
 
-    Raises ConfigError for a model whose embeddings cannot be told in one mapping.
+    Raises ConfigError for a model with several kinds of embeddings.
     """
     if not any(override.get(name) is not None for name in _OLD):
         return dict(override)
@@ -61,25 +60,25 @@ def applied(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str,
 
 
 def applied_to(folder: str | Path, override: Mapping[str, Any]) -> dict[str, Any]:
-    """`applied` for the config.json in `folder`."""
+    """Call `applied` for the config.json in `folder`."""
     if not any(override.get(name) is not None for name in _OLD):
         return dict(override)
     return applied(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")), override)
 
 
 def replaced(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with `override`, as it is written into an exported model."""
+    """Return `config` with `override`, for an exported model."""
     new = applied(config, override)
-    kept = (
+    base = (
         {name: value for name, value in config.items() if name not in _OLD}
         if "rope_parameters" in new
         else config
     )
-    return {**kept, **new}
+    return {**base, **new}
 
 
 def positions(config: Mapping[str, Any], override: Mapping[str, Any]) -> int | None:
-    """How many positions the model knows, if config.json says so."""
+    """Return the number of positions of the model, or None if config.json has none."""
     new = replaced(config, override)
     longest = new.get("max_position_embeddings")
     rope = new.get("rope_parameters") or {}
@@ -88,7 +87,9 @@ def positions(config: Mapping[str, Any], override: Mapping[str, Any]) -> int | N
         or override.get("rope_scaling") is None
         or rope.get("rope_type") not in _BEYOND
     ):
-        return longest if isinstance(longest, int) else None
+        if isinstance(longest, int):
+            return longest
+        return None
     return max(
         longest,
         int(rope.get("original_max_position_embeddings", longest) * float(rope.get("factor", 1.0))),

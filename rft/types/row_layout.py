@@ -1,11 +1,10 @@
-"""Which layouts of rows compute a model exactly, decided from its configuration and not from its
-name.  Torch-free.
+"""Choose a row layout that computes a model exactly, from its configuration.  Torch-free.
 
-A micro-batch holds its rows as a prefix tree (shared), one behind the other (packed), or one per
-line (padded).  In the first two only attention sees where a row begins: every other layer that
-looks at earlier positions would carry state from one row into the next, unless its kernels take the
-rows' ends, as they do on GPUs. Knows the configuration keys of transformers.  Invariant: a layer
-type that nobody has proven is never packed or shared.
+A micro-batch holds its rows as a prefix tree (shared), one after another (packed), or one per line
+(padded).  In the first two only attention separates rows: any other layer that reads earlier
+positions would carry state from one row into the next, unless its kernels take the rows' ends, as
+they do on GPUs.  Knows the configuration keys of transformers.  Invariant: an unproven layer type is
+never packed or shared.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _STATE = frozenset(
 _CARRIED = "carries state over row boundaries"
 _SPARSE = "chooses positions by an index over the whole input"
 _MASK = "sees a window of positions by a mask of its own"
-PADDED_ONLY: dict[str, str] = {  # layer type: why its rows have to be padded
+PADDED_ONLY: dict[str, str] = {  # layer type: reason for padded rows
     "window_attention": _MASK,
     "local": _MASK,
     "biased attention": "takes its bias from the place in the input",
@@ -77,9 +76,7 @@ _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 
 @dataclass(frozen=True)
 class Head:
-    """How a model changes the logits z of its output layer: cap * tanh(scale * z / cap), or scale *
-    z.
-    """
+    """Change of the output layer's logits z: cap * tanh(scale * z / cap), or scale * z."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -87,68 +84,66 @@ class Head:
 
 @dataclass(frozen=True)
 class Choice:
-    """The layout to train with, and why."""
+    """A row layout and the reason for it."""
 
     layout: RowLayout
-    why: str
+    reason: str
 
 
 def choose(
-    config: Mapping[str, Any], asked: AskedLayout = "auto", *, device: str = "cpu"
+    config: Mapping[str, Any], requested: AskedLayout = "auto", *, device: str = "cpu"
 ) -> Choice:
-    """The layout for the model of `config` (config.json).  "auto": the first of shared, packed,
-    padded that every layer allows.
+    """Choose the layout for the model of `config` (config.json).
 
-    Layers with state are packed on GPUs, where their kernels may take the rows' ends; whether they
-    do is proven when the model is loaded. Raises ConfigError for layer types that are unknown, and
-    for a layout that was demanded and is not exact.
+    "auto": the first of shared, packed, padded that every layer allows.  Layers with state are
+    packed on GPUs, where their kernels may take the rows' ends; the proof runs when the model is
+    loaded.  Raises ConfigError for unknown layer types and for a requested layout that is not exact.
     """
-    if asked == "padded":
+    if requested == "padded":
         return Choice("padded", "asked for; padded rows are exact for every layer type")
     types = layer_types(config)
     if unknown := [t for t in types if t not in PADDED_ONLY and t not in EXACT]:
         raise ConfigError(
             f"the model has layers of type {unknown[0]}, which are not proven in "
-            f"{'shared or packed' if asked == 'auto' else asked} "
+            f"{'shared or packed' if requested == 'auto' else requested} "
             "rows.  Write padded, which is compared with plain rows when the model is loaded",
             key=KEY,
-            given=asked,
+            given=requested,
         )
     bad = [t for t in types if t in PADDED_ONLY]
     reset = device == "cuda" and _STATE.issuperset(bad)
-    if bad and asked != "auto" and not (reset and asked == "packed"):
+    if bad and requested != "auto" and not (reset and requested == "packed"):
         raise ConfigError(
-            f"{bad[0]} {PADDED_ONLY[bad[0]]}.  Write auto or padded", key=KEY, given=asked
+            f"{bad[0]} {PADDED_ONLY[bad[0]]}.  Write auto or padded", key=KEY, given=requested
         )
     if not bad:
         return Choice(
-            "shared" if asked == "auto" else asked, f"every layer is {' or '.join(types)}"
+            "shared" if requested == "auto" else requested, f"every layer is {' or '.join(types)}"
         )
-    why = "; ".join(f"{t} {PADDED_ONLY[t]}" for t in bad)
+    reason = "; ".join(f"{t} {PADDED_ONLY[t]}" for t in bad)
     if reset:
         return Choice(
             "packed",
-            f"{why}, unless its kernels are told where rows end, which is proven when the model is "
+            f"{reason}, unless its kernels are told where rows end, which is proven when the model is "
             f"loaded",
         )
-    return Choice("padded", why)
+    return Choice("padded", reason)
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
-    """The kinds of layers of a model, each once, in transformers' words; what its attention does
-    besides is a kind too.
+    """Return the layer types of a model, each once, in transformers' words, and special kinds of
+    attention.
     """
     c = text_config(config)
     return list(dict.fromkeys([*_listed(c), *_attention(c)]))
 
 
 def carries_state(config: Mapping[str, Any]) -> bool:
-    """Whether the model of `config` has layers whose kernels need the ends of packed rows."""
+    """Return whether the model of `config` has layers whose kernels need the ends of packed rows."""
     return not _STATE.isdisjoint(layer_types(config))
 
 
-# type of a model with a tower for images: vLLM's class for its language model, which reads the
-# whole's config.json
+# model type with an image tower: vLLM's class of its language model
 TEXT_CLASSES = {
     "qwen3_5": "Qwen3_5ForCausalLM",
     "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
@@ -156,45 +151,49 @@ TEXT_CLASSES = {
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of config.json about the language model."""
+    """Return the part of config.json for the language model."""
     text = config.get("text_config")
-    return text if isinstance(text, Mapping) else config
+    if isinstance(text, Mapping):
+        return text
+    return config
 
 
 def head(config: Mapping[str, Any]) -> Head:
-    """How the model of `config`, with all its default entries, changes its logits."""
+    """Return the logit changes of the model of `config`, which lists its defaults too."""
     text = text_config(config)
-    given = {
+    entries = {
         k: v
         for c in (config, text)
         for k in (*_CAPS, *_FACTORS, *_DIVISORS)
         if (v := c.get(k)) is not None
     }
-    factors = [given[k] for k in _FACTORS if k in given] + [
-        1 / given[k] for k in _DIVISORS if k in given
+    factors = [entries[k] for k in _FACTORS if k in entries] + [
+        1 / entries[k] for k in _DIVISORS if k in entries
     ]
-    return Head(math.prod(factors), next((given[k] for k in _CAPS if given.get(k)), None))
+    return Head(math.prod(factors), next((entries[k] for k in _CAPS if entries.get(k)), None))
 
 
 def changing_rope(config: Mapping[str, Any]) -> tuple[str, int] | None:
-    """(kind, positions) of rotary embeddings that change for all positions once one row is longer
-    than `positions`.
+    """Return (kind, positions) of rotary embeddings that change everywhere once a row is longer than
+    `positions`.
     """
     c = text_config(config)
     ropes = c.get("rope_parameters") or c.get("rope_scaling") or {}
     for rope in [ropes, *(r for r in ropes.values() if isinstance(r, Mapping))]:
         kind = rope.get("rope_type") or rope.get("type")
         if kind in ("dynamic", "longrope"):
-            known = rope.get("original_max_position_embeddings") or c.get(
+            original = rope.get("original_max_position_embeddings") or c.get(
                 "original_max_position_embeddings"
             )
-            longest = known if kind == "longrope" and known else c.get("max_position_embeddings")
+            longest = (
+                original if kind == "longrope" and original else c.get("max_position_embeddings")
+            )
             return str(kind), int(longest or 0)
     return None
 
 
 def _listed(c: Mapping[str, Any]) -> Iterator[str]:
-    """What the configuration lists for each layer; without a list what its entries tell."""
+    """Yield listed layer types, or without a list those that other entries imply."""
     lists = [
         c[k]
         for k in _LISTS
@@ -217,7 +216,7 @@ def _listed(c: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _attention(c: Mapping[str, Any]) -> Iterator[str]:
-    """What all attention layers do beside softmax of scores."""
+    """Yield kinds of attention other than softmax of scores."""
     if c.get("attn_logit_softcapping"):
         yield "soft-capped attention"
     if any("sink" in k and v and not k.endswith("token_id") for k, v in c.items()):

@@ -1,11 +1,10 @@
-"""What the buffer keeps of sessions that are served: who asked, what was answered, what it was
-worth, and what became of it.
+"""Sessions of a service, as the buffer stores them: client, calls, reward and outcome.
 
     open ── reward ──> rewarded ── its group is appended ──> accepted
       └─ ttl, withdrawn ─┴─ no partner, weights, refused ──> explained(reason)
 
-A call's payload are its turns, packed here; the buffer does not look into it.  Invariant: the
-states open and rewarded wait, the others are final.
+A call's payload are its packed turns, opaque to the buffer.  Invariant: open and rewarded sessions
+wait, other states are final.
 """
 
 from __future__ import annotations
@@ -24,8 +23,10 @@ WAITING: tuple[SessionState, ...] = ("open", "rewarded")
 
 
 class StoredSession(Struct, frozen=True, kw_only=True):
-    """One session.  Times are seconds since the epoch.  `merged`: its calls belong to the session
-    `reason` since a feedback joined them.
+    """One session.
+
+    Times are seconds since the epoch.  State `merged`: a feedback moved its calls to the session
+    named by `reason`.
     """
 
     id: str
@@ -42,7 +43,10 @@ class StoredSession(Struct, frozen=True, kw_only=True):
 
 
 class StoredCall(Struct, frozen=True, kw_only=True):
-    """One answered request.  `id` is that of the answer's message, without its prefix."""
+    """One answered request.
+
+    `id` is that of the answer's message, without its prefix.
+    """
 
     id: str
     number: int  # in its session
@@ -55,7 +59,7 @@ class StoredCall(Struct, frozen=True, kw_only=True):
 
 
 class CallStored(Struct, frozen=True):
-    """`opens`: the session, where it is of this one call and so is stored with it."""
+    """`opens`: a new session to store together with the call."""
 
     session: str
     call: StoredCall
@@ -63,21 +67,22 @@ class CallStored(Struct, frozen=True):
 
 
 class Rewarded(Struct, frozen=True, kw_only=True):
-    """A reward of the session, or of its call `call`.  Without a `score` what its calls got is all:
-    the session is complete.
+    """A reward of the session, or of its call `call`.
+
+    No `score`: its calls' rewards are all.
     """
 
     session: str
     score: Score | None
     call: str | None = None
-    at: float | None = None  # the session is complete since then; None: it goes on
+    at: float | None = None  # time of its completion; None: it is still open
 
 
 class Merged(Struct, frozen=True):
-    """The calls of `others` are the session's."""
+    """Moves the calls of `sources` to the session."""
 
     session: str
-    others: tuple[str, ...]
+    sources: tuple[str, ...]
     task_id: str
 
 
@@ -90,26 +95,27 @@ Note = StoredSession | CallStored | Rewarded | Merged | Explained
 
 
 class SessionStore(Protocol):
-    """The service's view of the buffer, beside `BufferWriter`."""
+    """The service's view of the buffer, in addition to `BufferWriter`."""
 
     async def open_sessions(self) -> list[StoredSession]:
-        """All that wait, oldest first."""
+        """Return waiting sessions, oldest first."""
         ...
 
     async def note(self, note: Note) -> bool:
-        """Store it; durable on return.  False: a session it is about does not wait any more, so
-        nothing was stored.
+        """Store the note; durable on return.
 
-        Raises DiskFull at once, Fenced.
+        Returns False, storing nothing, if one of its sessions is no longer waiting.
+
+        Raises DiskFull (without waiting for space) and Fenced.
         """
         ...
 
     async def find_session(self, id: str) -> StoredSession | None:
-        """In whatever state; by its id, or by that of one of its calls."""
+        """Find a session in any state by its id, or by the id of one of its calls."""
         ...
 
     async def session_calls(self, id: str) -> list[StoredCall]:
-        """In order, with their payload."""
+        """Return the calls of a session in order, with their payload."""
         ...
 
 
@@ -118,22 +124,22 @@ def pack_turns(turns: Sequence[Turn]) -> bytes:
 
 
 def unpack_turns(packed: bytes) -> list[Turn]:
-    """Raises msgspec.MsgspecError for damaged bytes."""
+    """Decode turns.  Raises msgspec.MsgspecError for damaged bytes."""
     return _DECODER.decode(packed)
 
 
-def _plain(value: Any) -> Any:
+def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     raise TypeError(f"{type(value).__name__} cannot be stored")
 
 
-def _made(kind: type, value: Any) -> Any:
+def _decode_array(kind: type, value: Any) -> Any:
     if kind is np.ndarray:
         dtype, shape, data = value
         return np.frombuffer(data, dtype).reshape(shape)
     raise TypeError(f"{kind} is not stored")
 
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
-_DECODER = msgspec.msgpack.Decoder(list[Turn], dec_hook=_made)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_DECODER = msgspec.msgpack.Decoder(list[Turn], dec_hook=_decode_array)

@@ -1,4 +1,4 @@
-"""One row to attempt, with everything its taskset decided about it."""
+"""`Task`, one row to attempt with the settings of its taskset, and `SamplingArgs`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from msgspec.structs import replace
 
 
 class SamplingArgs(Struct, frozen=True, kw_only=True, gc=False):
-    """How tokens are drawn.  The defaults sample the policy itself, which is what on-policy losses
-    need.
+    """Sampling settings.
+
+    The defaults sample the policy itself, as on-policy losses require.
     """
 
     temperature: float = 1.0
@@ -50,7 +51,7 @@ class SamplingArgs(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def reproducible(self) -> bool:
-        """Whether a trainer that knows only the temperature can compute the same log-probs."""
+        """Whether a trainer can compute the same log-probs from the temperature alone."""
         return (
             self.temperature > 0
             and self.top_p == 1
@@ -64,8 +65,8 @@ class SamplingArgs(Struct, frozen=True, kw_only=True, gc=False):
 
 
 def plain_text(content: Any) -> str | None:
-    """The text of a message's content: a text, null, or a list of text parts.  None: it holds
-    anything else, e.g. images.
+    """Return the text of a message's content (a text, null or text parts), or None for other parts
+    such as images.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -73,7 +74,9 @@ def plain_text(content: Any) -> str | None:
         isinstance(p, dict) and p.get("type") == "text" for p in content
     ):
         texts = [p.get("text", "") for p in content]
-        return "".join(texts) if all(isinstance(t, str) for t in texts) else None
+        if all(isinstance(t, str) for t in texts):
+            return "".join(texts)
+        return None
     return None
 
 
@@ -93,7 +96,7 @@ class Task(Struct, frozen=True, kw_only=True):
     system_prompt: str | None = None
     chat_template: str | None = None  # Jinja text; None = the engine's
     chat_template_args: dict[str, Any] = field(default_factory=dict)  # over the engine's
-    # left | right | middle: where an opening prompt that is too long is cut
+    # left | right | middle: where to cut an opening prompt that is too long
     prompt_truncation: str = "error"
     truth: Any = None  # the gold answer, JSON
     workflow: str
@@ -115,7 +118,7 @@ class Task(Struct, frozen=True, kw_only=True):
             )
 
     def chat(self) -> list[dict[str, Any]]:
-        """The opening messages of a conversation about this task."""
+        """Return the opening messages of a conversation about this task."""
         if self.messages:
             return [dict(m) for m in self.messages]
         if self.prompt is None:
@@ -123,10 +126,8 @@ class Task(Struct, frozen=True, kw_only=True):
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         return [*system, {"role": "user", "content": self.prompt}]
 
-    def own(self) -> Task:
-        """A copy for a workflow or a reward, which may change what is in it: nothing is changed for
-        other runs.
-        """
+    def deep_copy(self) -> Task:
+        """Copy the task for a workflow or a reward, which may change the copy's containers."""
         copies = {}
         for name in _CONTAINERS:
             value = getattr(self, name)
@@ -135,6 +136,6 @@ class Task(Struct, frozen=True, kw_only=True):
         return replace(self, **copies)
 
 
-# fields that may hold one: those of no plain type
+# fields that may hold a container
 _PLAIN_TYPES = {str, str | None, int, bool, SamplingArgs}
 _CONTAINERS = tuple(n for n, t in get_type_hints(Task).items() if t not in _PLAIN_TYPES)

@@ -1,7 +1,7 @@
-"""Splits an answer into its thought and what follows it, by the tags <think> and </think>.
+"""Split a text into thought and answer, by the tags <think> and </think>.
 
-Knows no template and no tokenizer.  Invariant: nothing before the last </think>, and nothing inside
-a thought that is still open, is part of the answer.
+Knows no template and no tokenizer.  Invariant: the answer holds nothing before the last </think>,
+and nothing of an open thought.
 """
 
 from __future__ import annotations
@@ -13,31 +13,29 @@ import msgspec
 
 THINK = "<think>"
 THINK_END = "</think>"
-# in an experience's `info`: true where its last answer went on with a thought of the prompt
+# in an experience's `info`: its last answer continued a thought of the prompt
 KEY = "in_thought"
-TAIL_TOKENS = 16  # of a prompt: in any vocabulary they hold the tag and the blanks behind it
-# first: a tag in quotes, which is text
+TAIL_TOKENS = 16  # end of a prompt that holds the tag and blanks after it in any vocabulary
+# a quoted tag, which is text, or a tag
 _TAGS = re.compile(r"""(?<![^\s([{:,])([`'"])</?think>\1|(</think>)""")
-# elsewhere it is a word of a sentence
+# at the beginning of a line or sentence; elsewhere the tag is a word
 _BEGINS = re.compile(r"(?:\A|[\n.!?:>。！？：])[^\S\n]*(<think>)")
 
-
-# whose arguments may hold a tag
+# tool calls, whose arguments may hold a tag
 _CALLS = re.compile(r"<tool_call>((?:(?!<tool_call>).)*?)</tool_call>", re.DOTALL)
 
 
 class SplitAnswer(NamedTuple):
-    """What a model wrote, in two parts.  `thought` includes its tags."""
+    """`thought` includes its tags."""
 
     thought: str
     answer: str
 
 
 def split_thought(text: str, *, opened: bool = False) -> SplitAnswer:
-    """Split what a model wrote behind its last closed thought; a thought that is open at the end is
-    no answer either.
+    """Split a model's text after its last closed thought; an open thought at the end is no answer.
 
-    `opened`: the prompt ended inside a thought (`opens_thought`), with which `text` goes on.
+    `opened`: the prompt ended inside a thought (`opens_thought`), which `text` continues.
     """
     calls = [
         call.span() for call in _CALLS.finditer(text) if THINK_END in call[1] and _is_json(call[1])
@@ -64,9 +62,7 @@ def _is_json(text: str) -> bool:
 
 
 def closes(text: str, stop: str, *, opened: bool = False) -> bool:
-    """Whether a stop text closes a tag or a brace that is open in `text`; `opened` as for
-    `split_thought`.
-    """
+    """Return whether `stop` closes a tag or a brace of `text`; `opened` as for `split_thought`."""
     mark = stop.strip()
     if mark.startswith("</"):
         return text.count(mark.replace("/", "", 1)) + (opened and mark == THINK_END) > text.count(
@@ -76,15 +72,11 @@ def closes(text: str, stop: str, *, opened: bool = False) -> bool:
 
 
 def was_opened(text: str) -> bool:
-    """Whether a text whose prompt is not known goes on with a thought: it closes one that it has
-    not opened.
-    """
+    """Return whether a text closes a thought that it has not opened, so its unknown prompt did."""
     before, closed, _ = text.partition(THINK_END)
     return bool(closed) and THINK not in before
 
 
 def opens_thought(prompt: str) -> bool:
-    """Whether a prompt, of which the end is enough, ends inside a thought that the answer goes on
-    with.
-    """
+    """Return whether a prompt, or its end, ends inside a thought that the answer continues."""
     return prompt.rstrip().endswith(THINK)

@@ -1,8 +1,8 @@
-"""What a model client and its caller share while a call is under way.
+"""Hooks that a caller gives a model client during a call, and a rate limiter.
 
-Throttled: the clock of the caller's deadline, which is stopped while the request waits before it is
-sent.  Resent: it is sent again although the server may have worked on it, so both may cost.
-Unpaid: the last request costs nothing, because it did not arrive or was refused.
+THROTTLED: clock of the caller's deadline, stopped while a request waits before it is sent.  RESENT:
+the request is sent again although the server may have processed it, so both may cost.  UNPAID: the
+last request costs nothing, because it did not arrive or was refused.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from typing import Any
 from rft.worker.threads import Clock
 
 
-async def _free() -> None:
-    """The caller pays nothing."""
+async def _free() -> None: ...
 
 
-def _unpaid() -> None:
-    """The caller counts no costs."""
+def _unpaid() -> None: ...
 
 
-THROTTLED: ContextVar[Clock] = ContextVar("throttled", default=Clock())  # noqa: B039  # the default is nobody's
-# awaited before the request is sent again; what it raises ends the call
+THROTTLED: ContextVar[Clock] = ContextVar("throttled", default=Clock())  # noqa: B039  # the default is unused
+# awaited before the request is sent again; its exception ends the call
 RESENT: ContextVar[Callable[[], Awaitable[None]]] = ContextVar("resent", default=_free)
 # called before the error is raised
 UNPAID: ContextVar[Callable[[], None]] = ContextVar("unpaid", default=_unpaid)
@@ -36,7 +34,7 @@ UNPAID: ContextVar[Callable[[], None]] = ContextVar("unpaid", default=_unpaid)
 def calling(
     clock: Clock, resent: Callable[[], Awaitable[None]], unpaid: Callable[[], None]
 ) -> Iterator[None]:
-    """While open, the model client that is called finds these."""
+    """Set the hooks of model calls inside the block."""
     hooks: tuple[tuple[ContextVar[Any], Any], ...] = (
         (THROTTLED, clock),
         (RESENT, resent),
@@ -51,23 +49,21 @@ def calling(
 
 
 class RateLimiter:
-    """At most `per_minute` on average: a call may begin once the time of those before it has
-    passed.
-    """
+    """At most `per_minute` on average: each amount delays later calls by its share of a minute."""
 
     def __init__(self, per_minute: float | None) -> None:
         self._each_s = 0.0 if per_minute is None else 60.0 / per_minute
         self._next = 0.0
 
     async def acquire(self, amount: float) -> None:
-        """Waits, throttled, until `amount` more may begin."""
+        """Wait, throttled, until `amount` more may begin."""
         now = time.monotonic()
-        mine = max(now, self._next)
-        self._next = mine + amount * self._each_s
-        if self._each_s and mine > now:
+        start = max(now, self._next)
+        self._next = start + amount * self._each_s
+        if self._each_s and start > now:
             with THROTTLED.get().stopped():
-                await asyncio.sleep(mine - now)
+                await asyncio.sleep(start - now)
 
     def correct(self, amount: float) -> None:
-        """A call took `amount` more than it had acquired (or, negative, fewer)."""
+        """Correct the limiter: a call took `amount` more than acquired (fewer if negative)."""
         self._next += amount * self._each_s

@@ -1,8 +1,6 @@
-"""Numbers of a row's tokens, as the ledger keeps them: log-probs by the engine that sampled and the
-trainer that learnt, advantages.
+"""Log-probs (engine, trainer) and advantages of a row's tokens, as the ledger stores them.
 
-Knows experiences; not models or tables.  Numbers are written with 9 digits, which tell one float32
-from every other.
+Knows experiences; not models or tables.  Numbers have 9 digits, enough for every float32.
 """
 
 from __future__ import annotations
@@ -17,10 +15,11 @@ from rft.types.experience import Experience
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
-    """Of one row.  `pairs`, JSON: [engine, trainer, advantage] for each token from `token_start` to
-    the row's end.
+    """One row.
 
-    null stands for a token that was not trained, and for a number that is not there or not finite.
+    `pairs`, JSON: [engine, trainer, advantage] of each token from `token_start` on.
+
+    null: a token that was not trained, or a number that is missing or not finite.
     """
 
     id: str
@@ -29,54 +28,58 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
 
 
 class TrainerTokens(Struct, frozen=True):
-    """What the trainer had for the tokens of one row: float32 [T] each, 0 where none was trained,
-    NaN where it is not known.
-    """
+    """The trainer's numbers of one row, float32 [T]: 0 if not trained, NaN if unknown."""
 
     logprobs: np.ndarray
     advantages: np.ndarray
 
 
-def beside(
+def of_row(
     row: Experience, trainer: np.ndarray, advantages: np.ndarray | None = None
 ) -> TokenLogprobs:
-    """`trainer`, `advantages`: float32 [L], of the row's trained tokens; None: not known."""
+    """Join the row's log-probs with the trainer's: float32 [L], L trained tokens."""
     starts = [span.start for span in row.version_spans if span.end > span.start]
     start = min([*starts, int(row.loss_mask.argmax())])
-    found = ["null"] * (row.num_tokens - start)
+    entries = ["null"] * (row.num_tokens - start)
     trained = np.flatnonzero(row.loss_mask)
     nothing = [math.nan] * len(trained)
     engine = row.logprobs[trained].tolist() if row.has_logprobs else nothing
-    taught = nothing if advantages is None else advantages.tolist()
-    for at, *numbers in zip(trained.tolist(), engine, trainer.tolist(), taught, strict=True):
-        found[at - start] = f"[{','.join(map(_number, numbers))}]"
-    return TokenLogprobs(str(row.id), start, f"[{','.join(found)}]")
+    trained_advantages = nothing if advantages is None else advantages.tolist()
+    for at, *numbers in zip(
+        trained.tolist(), engine, trainer.tolist(), trained_advantages, strict=True
+    ):
+        entries[at - start] = f"[{','.join(map(_number, numbers))}]"
+    return TokenLogprobs(str(row.id), start, f"[{','.join(entries)}]")
 
 
 def of_trainer(token_start: int, pairs: str) -> TrainerTokens:
-    read = _PAIRS.decode(pairs)
+    """Return the trainer's columns of `TokenLogprobs.pairs`."""
+    decoded = _PAIRS.decode(pairs)
 
     def column(at: int) -> np.ndarray:
-        made = [
-            0.0 if p is None else math.nan if len(p) <= at or p[at] is None else p[at] for p in read
+        values = [
+            0.0 if p is None else math.nan if len(p) <= at or p[at] is None else p[at]
+            for p in decoded
         ]
-        return np.array([0.0] * token_start + made, np.float32)
+        return np.array([0.0] * token_start + values, np.float32)
 
     return TrainerTokens(column(1), column(2))
 
 
 def encode(rows: list[TokenLogprobs]) -> bytes:
-    """One frame for rows of a step."""
+    """Encode the rows of a step as one frame."""
     return msgspec.msgpack.encode(rows)
 
 
 def decode(frame: bytes) -> list[TokenLogprobs]:
-    """Raises msgspec.MsgspecError for a foreign frame."""
+    """Decode a frame.  Raises msgspec.MsgspecError for a foreign frame."""
     return _ROWS.decode(frame)
 
 
 def _number(value: float) -> str:
-    return f"{value:.9g}" if math.isfinite(value) else "null"
+    if math.isfinite(value):
+        return f"{value:.9g}"
+    return "null"
 
 
 _PAIRS = msgspec.json.Decoder(list[list[float | None] | None])

@@ -1,9 +1,7 @@
-"""Finds out what a chat template writes of a conversation, by putting marks into its messages and
-looking for them in the text.
+"""Find the parts of a conversation that a chat template writes, by marks in its messages.
 
-Knows no tokenizer.  `render` is a template with everything but the messages.  Invariant: a mark is
-a number that no other text has, so that a template which trims, escapes or moves a text still shows
-it.
+Knows no tokenizer.  `render` is a template with all its arguments but the messages.  Invariant: a
+mark is a number in no other text, so a template that trims, escapes or moves a text keeps it.
 """
 
 from __future__ import annotations
@@ -21,36 +19,34 @@ _ONCE = "write its text into the first message of the user, or use another chat_
 
 
 class MessageLeftOut(ValueError):
-    """The chat template does not write a message, or writes it twice; raised before anything is
-    generated.
-    """
+    """The chat template drops a message or writes it twice; raised before generating."""
 
 
 class Tail(NamedTuple):
-    """The text that a template writes behind an answer."""
+    """Text that a template writes after an answer."""
 
     text: str
-    ends: int  # how much of `text` belongs to the answer: the end of its calls and of its turn
+    ends: int  # length of the part of `text` that closes the answer: its calls and its turn
     called: bool  # `text` begins inside the answer's last call
 
 
 def check_written(messages: Sequence[Message], render: Render) -> None:
-    """Raise MessageLeftOut where the template does not write the text of each message."""
+    """Raise MessageLeftOut unless the template writes the text of each message."""
     marked, marks = _marked(messages)
     _places(messages, marks, range(len(messages)), render(marked))
 
 
 def behind_answer(messages: Sequence[Message], at: int, render: Render) -> Tail:
-    """What the template writes behind the answer `messages[at]`.
+    """Return the text that the template writes after the answer `messages[at]`.
 
-    Raises MessageLeftOut where that is not each message after it, or an earlier one again.
+    Raises MessageLeftOut if it drops a later message or repeats an earlier one.
     """
-    mark = str(uuid.uuid4().int)
+    mark = str(uuid.uuid4().int >> 65)  # a number of 63 bits
     for answer in _stand_ins(messages[at], mark):
-        _, found, text = render(
+        _, mark_found, text = render(
             [*map(dict, messages[:at]), answer, *map(dict, messages[at + 1 :])]
         ).rpartition(mark)
-        if found:
+        if mark_found:
             break
     else:
         raise MessageLeftOut(
@@ -59,11 +55,11 @@ def behind_answer(messages: Sequence[Message], at: int, render: Render) -> Tail:
         )
     marked, marks = _marked(messages)
     marked[at] = answer
-    seen = render(marked).rpartition(mark)[2]
-    places = _places(messages, marks, range(at + 1, len(messages)), seen)
+    shown = render(marked).rpartition(mark)[2]
+    places = _places(messages, marks, range(at + 1, len(messages)), shown)
     for index in range(at):
         if messages[index].get("role") != "assistant" and any(
-            mark in seen for each in marks[index] for mark in each
+            mark in shown for each in marks[index] for mark in each
         ):
             raise MessageLeftOut(
                 f"the chat template writes {_named(messages, index)} again behind an answer; "
@@ -73,68 +69,63 @@ def behind_answer(messages: Sequence[Message], at: int, render: Render) -> Tail:
 
 
 def _stand_ins(answer: Message, mark: str) -> Iterator[dict[str, Any]]:
-    """The answer with the mark as near to its end as the template writes anything of it: in its
-    last call, else as its text.
-    """
+    """Put the mark into the answer's tool calls, then into its text, as templates write either."""
     if calls := answer.get("tool_calls"):
         yield {**answer, "content": "", "tool_calls": [_with_mark(call, mark) for call in calls]}
     yield {"role": "assistant", "content": mark}
 
 
 def _with_mark(call: Message, mark: str) -> dict[str, Any]:
-    arguments = {"argument": int(mark)}  # a number stands in no quotes
+    arguments = {"argument": int(mark)}  # a number is written without quotes
     if "function" in call:
         return {**call, "function": {**call["function"], "arguments": arguments}}
     return {**call, "arguments": arguments}
 
 
 def _marked(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[list[Marks]]]:
-    """The messages with marks, and the marks of each: that of its text, and those of its calls,
-    where it has them.
-    """
+    """Return messages with marks, and the marks of each message's text and of its calls."""
     marked: list[dict[str, Any]] = []
     marks: list[list[Marks]] = []
     stem = uuid.uuid4().int
     new = (f"{stem}{number:06}" for number in itertools.count())
     for original in messages:
         message = dict(original)
-        found: list[Marks] = []
+        own_marks: list[Marks] = []
         text = message.get("content")
         if isinstance(text, str) and text.strip():
             end = next(new)
             # templates leave out the thought before an answer, and the blanks around any text
             begin = "" if message.get("role") == "assistant" else next(new)
             message["content"] = f"{begin}{text.strip()}{end}"
-            found.append((begin, end) if begin else (end,))
+            own_marks.append((begin, end) if begin else (end,))
         if calls := message.get("tool_calls"):
-            found.append(tuple(itertools.islice(new, len(calls))))
+            own_marks.append(tuple(itertools.islice(new, len(calls))))
             message["tool_calls"] = [
-                _with_mark(call, mark) for call, mark in zip(calls, found[-1], strict=True)
+                _with_mark(call, mark) for call, mark in zip(calls, own_marks[-1], strict=True)
             ]
         marked.append(message)
-        marks.append(found)
+        marks.append(own_marks)
     return marked, marks
 
 
 def _places(
     messages: Sequence[Message], marks: Sequence[Sequence[Marks]], indexes: Iterable[int], text: str
 ) -> list[int]:
-    """Where the messages `indexes` begin in `text`.
+    """Return the positions in `text` of the marks of messages `indexes`.
 
-    Raises MessageLeftOut for one of which it has neither the text nor the calls, or some of the
-    calls.
+    Raises MessageLeftOut for a message without text and calls there, or with some of its calls.
     """
-    found: list[int] = []
+    positions: list[int] = []
     for index in indexes:
         places = [[text.find(mark) for mark in each] for each in marks[index]]
-        whole = [min(each) >= 0 for each in places]
-        if (whole and not any(whole)) or any(min(each) < 0 <= max(each) for each in places):
+        complete = [min(each) >= 0 for each in places]
+        if (complete and not any(complete)) or any(min(each) < 0 <= max(each) for each in places):
             raise MessageLeftOut(
                 f"the chat template does not write {_named(messages, index)}, so the model would "
                 f"not see it; {way_out(messages)}"
             )
-        found += [place for each in places for place in each if place >= 0]
-    return found
+        positions += [place for each in places for place in each if place >= 0]
+    return positions
 
 
 def _named(messages: Sequence[Message], index: int) -> str:
@@ -144,7 +135,7 @@ def _named(messages: Sequence[Message], index: int) -> str:
 
 
 def way_out(messages: Sequence[Message]) -> str:
-    """What to do where a template does not take these messages."""
+    """Say how to avoid messages that a template drops."""
     if not any(m.get("role") == "tool" for m in messages):
         return "use a role that it writes, or another chat_template"
     way = (
@@ -154,7 +145,6 @@ def way_out(messages: Sequence[Message]) -> str:
     if any(m.get("tool_calls") for m in messages):
         return way
     return (
-        f"{way}.  Some templates write results behind tool_calls only: set tool_call_parser and "
-        f"enable_auto_tool_choice in "
-        "explorer.rollout_model, and append answer.message"
+        f"{way}.  Some templates write results behind tool_calls only: set "
+        "explorer.rollout_model.tool_call_parser, and append answer.message"
     )

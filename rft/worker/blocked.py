@@ -1,7 +1,6 @@
-"""Where the main thread is held up by code that is not ours: named while it lasts.
+"""Name foreign code that blocks the main thread, by file and line.
 
-Knows no plugin.  Invariant: nothing is ended here; whoever waits gets to read the file, the line
-and for how long, and the program hears where it goes on for ever.
+Knows no plugin.  Invariant: this module ends nothing; it tells the caller about a long block.
 """
 
 from __future__ import annotations
@@ -18,32 +17,31 @@ from rft.errors import PACKAGE, is_ours
 
 NAME_AFTER_S = 30.0
 END_AFTER_S = 300.0
-_IDLE_SHARE = 0.02  # of one core
+_IDLE_SHARE = 0.02  # share of one core
 _DEBUGGERS = ("bdb", "pdb", "_pydevd_bundle", "debugpy")
-_CHECKS = str(Path(PACKAGE, "config"))
+_CHECKS = (str(Path(PACKAGE, "config")), str(Path(PACKAGE, "preflight")))
 
 
 def held_up_by(thread: int) -> tuple[FrameType, str] | None:
-    """The innermost frame of a thread that is neither ours nor a library's, and where it is; None
-    without one, and in a debugger.
+    """Return (frame, its place) of the innermost foreign frame that rft's code called.
 
-    Ours has to have called it: the script or the notebook that calls rft waits for rft, not the
-    other way round.
+    None without such a frame (a script that calls rft is not one) and in a debugger.
     """
     frame = sys._current_frames().get(thread)
-    found = None
+    foreign = None
     called = False
     while frame is not None:
         file = frame.f_code.co_filename
         if str(frame.f_globals.get("__name__", "")).split(".")[0] in _DEBUGGERS:
             return None
-        if found is None and not is_ours(file):
-            found = frame
-        called |= found is not None and file.startswith(PACKAGE)
+        if foreign is None and not is_ours(file):
+            foreign = frame
+        called |= foreign is not None and file.startswith(PACKAGE)
         frame = frame.f_back
-    if found is None or not called:
+    if foreign is None or not called:
         return None
-    return found, f"{found.f_code.co_name}() in {found.f_code.co_filename}, line {found.f_lineno}"
+    code = foreign.f_code
+    return foreign, f"{code.co_name}() in {code.co_filename}, line {foreign.f_lineno}"
 
 
 def name_what_blocks(
@@ -53,47 +51,43 @@ def name_what_blocks(
     after_s: float = NAME_AFTER_S,
     end_after_s: float = END_AFTER_S,
 ) -> threading.Event:
-    """Tells, in a daemon thread, what the main thread waits for whenever that is the same code of a
-    plugin for `after_s`.
+    """Watch in a daemon thread until the returned event is set; call `tell` about foreign code that
+    blocks the main thread for `after_s`.
 
-    `end` is told too where that goes on for `end_after_s` in the check of a configuration, and no
-    process of ours computes anything: a run has a watch of its own.  Ends when the event that is
-    returned is set.
+    Call `end` if it blocks the check of a configuration for `end_after_s` and no process of rft
+    computes; runs have their own watch.
     """
     main = threading.main_thread().ident or 0
     over = threading.Event()
 
     def watch() -> None:
         place: tuple[FrameType, str] | None = None
-        since = told = time.monotonic()
-        used = 0.0
+        began = last_line = time.monotonic()
+        cpu_before = 0.0
         while not over.wait(after_s / 3):
             now = held_up_by(main)
             at = time.monotonic()
             if now is None or place is None or now[0] is not place[0] or now[1] != place[1]:
                 place = now
-                since = at
-                told = at
-                used = 0.0 if now is None else _cpu_s()
-            elif at - told >= after_s:
-                tell(f"waiting for {at - since:.0f} s for {now[1]}")
-                told = at
-                if (
-                    at - since >= end_after_s
-                    and _checks(main)
-                    and _cpu_s() - used < _IDLE_SHARE * (at - since)
-                ):
-                    end(
-                        f"{now[1]} has not returned for {at - since:.0f} s, in which nothing was "
-                        f"computed"
-                    )
+                began = last_line = at
+                cpu_before = 0.0 if now is None else _cpu_s()
+                continue
+            if at - last_line < after_s:
+                continue
+            last_line = at
+            seconds = at - began
+            tell(f"waiting for {seconds:.0f} s for {now[1]}")
+            if seconds < end_after_s or not _checks(main):
+                continue
+            if _cpu_s() - cpu_before < _IDLE_SHARE * seconds:
+                end(f"{now[1]} has not returned for {seconds:.0f} s, in which nothing was computed")
 
     threading.Thread(target=watch, name="names-what-blocks", daemon=True).start()
     return over
 
 
 def _checks(thread: int) -> bool:
-    """Whether a configuration is being checked."""
+    """Return whether the thread checks a configuration."""
     frame = sys._current_frames().get(thread)
     while frame is not None and not frame.f_code.co_filename.startswith(_CHECKS):
         frame = frame.f_back
@@ -101,9 +95,7 @@ def _checks(thread: int) -> bool:
 
 
 def _cpu_s() -> float:
-    """Processor time of this process and of what it has started; NaN, which is neither more nor
-    less, where one of them has just ended.
-    """
+    """Return processor time of this process and its descendants; NaN if one has just ended."""
     import psutil
 
     try:

@@ -1,8 +1,6 @@
-"""Our end of a process that others are forked from: started on first use, and started again where
-it has died.
+"""Client of a process that forks others: started on first use, restarted after a crash.
 
-Orders are messages with descriptors; what is done with them is the business of the process.  Its
-first message is {} or {error}.
+Orders are messages with descriptors.  The process sends {} or {error} first.
 """
 
 from __future__ import annotations
@@ -15,7 +13,10 @@ from collections.abc import Mapping, Sequence
 
 
 class ForkingProcess:
-    """Usable from any thread.  `answers`: whether each order is answered with a message."""
+    """Client of a forking process, usable from any thread.
+
+    `answers`: the process answers each order with a message.
+    """
 
     def __init__(
         self, *, env: Mapping[str, str], cwd: str | None = None, start_s: float, answers: bool
@@ -31,20 +32,23 @@ class ForkingProcess:
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
+        if self._process is not None:
+            return self._process.pid
+        return None
 
     def _command(self, control: int) -> list[str]:
-        """The command line; `control`: the descriptor that it gets."""
+        """Return the command line; `control`: descriptor passed to it."""
         raise NotImplementedError
 
-    def _cannot_start(self, why: str) -> Exception:
+    def _cannot_start(self, reason: str) -> Exception:
         raise NotImplementedError
 
-    def _cannot_order(self, why: str) -> Exception:
+    def _cannot_order(self, reason: str) -> Exception:
         raise NotImplementedError
 
     def _order(self, message: bytes, fds: Sequence[int]) -> bytes:
-        """The answer to an order, b"" where there is none; a process that has died costs no order.
+        """Send an order, again after a crash, and return its answer or b"".
+
         Needs the lock.
         """
         for attempt in (1, 2):
@@ -54,12 +58,12 @@ class ForkingProcess:
                 answer = control.recv(500) if self._answers else b""
                 if answer or not self._answers:
                     return answer
-                why = "its server ended"
+                reason = "its server ended"
             except OSError as e:
-                why = str(e)
+                reason = str(e)
             self._stop()
             if attempt == 2:
-                raise self._cannot_order(why)
+                raise self._cannot_order(reason)
         raise AssertionError("unreachable")
 
     def _started(self) -> socket.socket:
@@ -78,22 +82,22 @@ class ForkingProcess:
             )
         ours.settimeout(self._start_s)
         try:
-            said = json.loads(
+            first = json.loads(
                 ours.recv(1 << 16)
                 or b'{"error": "it ended while starting; see its message in the log"}'
             )
         except OSError as e:
-            said = {"error": str(e)}
-        if "error" in said:
+            first = {"error": str(e)}
+        if "error" in first:
             ours.close()
             self._stop()
-            raise self._cannot_start(said["error"])
+            raise self._cannot_start(first["error"])
         self._control = ours
         self.starts += 1
         return ours
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         with self._lock:
             self._stop()
 

@@ -1,7 +1,7 @@
 """Frames between processes: a 4-byte length and that many bytes, over any descriptor or stream.
 
-Knows nothing of what is in a frame.  Invariant: a deadline (of time.monotonic) is that of the whole
-frame, so single bytes gain no time.
+Knows nothing of a frame's content.  Invariant: a deadline (of time.monotonic) covers the complete
+frame, so slow single bytes gain no time.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ LARGEST = (1 << 32) - 1
 
 
 class ChannelClosed(ConnectionError):
-    """The other side is gone."""
+    """The other side has closed."""
 
 
 class BadMessage(ValueError):
-    """The other side sent something that is no message."""
+    """The other side sent no valid message."""
 
 
 def frame(data: bytes, largest: int = LARGEST) -> bytes:
-    """Raises ValueError for data that is too large."""
+    """Prepend the length.  Raises ValueError for data that is too large."""
     if len(data) > largest:
         raise ValueError(f"a message of {len(data)} bytes; at most {largest}")
     return len(data).to_bytes(4, "big") + data
 
 
 def send(fd: int, data: bytes, *, largest: int = LARGEST, deadline: float | None = None) -> None:
-    """Raises ValueError for data that is too large, TimeoutError, or what the descriptor raises."""
+    """Send a frame.
+
+    Raises ValueError for too large data, TimeoutError, OSError of the descriptor.
+    """
     rest = memoryview(frame(data, largest))
     with _nonblocking(fd) if deadline is not None else contextlib.nullcontext():
         while rest:
@@ -43,7 +46,7 @@ def send(fd: int, data: bytes, *, largest: int = LARGEST, deadline: float | None
 
 @contextlib.contextmanager
 def _nonblocking(fd: int) -> Iterator[None]:
-    """So that a write ends where there is no more room, and the deadline is looked at."""
+    """Make writes return on a full pipe, so that the deadline is checked."""
     blocking = os.get_blocking(fd)
     os.set_blocking(fd, False)
     try:
@@ -53,14 +56,18 @@ def _nonblocking(fd: int) -> Iterator[None]:
 
 
 def receive(fd: int, *, largest: int = LARGEST, deadline: float | None = None) -> bytes:
-    """Raises ChannelClosed, BadMessage for a frame that is too large, TimeoutError, or what the
-    descriptor raises.
+    """Receive a frame.
+
+    Raises ChannelClosed, BadMessage for a too large frame, TimeoutError, OSError.
     """
     return _exactly(fd, _size(_exactly(fd, 4, deadline), largest), deadline)
 
 
 async def read(reader: asyncio.StreamReader, *, largest: int = LARGEST) -> bytes:
-    """Raises ChannelClosed, or BadMessage for a frame that is too large."""
+    """Read a frame.
+
+    Raises ChannelClosed, or BadMessage for a too large frame.
+    """
     try:
         return await reader.readexactly(_size(await reader.readexactly(4), largest))
     except (asyncio.IncompleteReadError, ConnectionError):
@@ -84,10 +91,11 @@ def _exactly(fd: int, count: int, deadline: float | None) -> bytes:
 
 
 def _wait(fd: int, event: int, deadline: float | None) -> None:
-    """Until `fd` can be used.  Raises TimeoutError behind the deadline, whatever there is to read."""
+    """Wait for `fd`.  Raises TimeoutError after the deadline, even with data to read."""
     if deadline is None:
         return
     poll = select.poll()
     poll.register(fd, event)
-    if (left := deadline - time.monotonic()) <= 0 or not poll.poll(max(1, left * 1000)):
+    seconds = deadline - time.monotonic()
+    if seconds <= 0 or not poll.poll(max(1, seconds * 1000)):
         raise TimeoutError

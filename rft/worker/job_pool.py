@@ -1,7 +1,6 @@
-"""Bounded jobs in threads and in worker processes: counted, answered from memory, killed at a
-deadline, ended with this process.
+"""Pools of jobs in threads and in worker processes, with counters, memo, deadlines and clean-up.
 
-Invariant: a call ends with the worker's own answer or raises; it is never given a default.
+Invariant: a call returns the worker's answer or raises; no default answer exists.
 """
 
 from __future__ import annotations
@@ -30,12 +29,10 @@ _POOLS: weakref.WeakSet[JobPool] = weakref.WeakSet()
 
 
 class JobPool:
-    """At most `size` jobs at a time, each in a thread.  Usable from any thread and any event loop;
-    ended by `close_all`.
-    """
+    """At most `size` jobs at a time, each in a thread.  Usable from any thread and event loop."""
 
     def __init__(self, name: str, *, size: int) -> None:
-        self.name = name  # in the metrics <name>/calls, memo_hits, timeouts, restarts
+        self.name = name  # prefix of the metrics <name>/calls, memo_hits, timeouts, restarts
         self.calls = self.memo_hits = self.timeouts = self.restarts = 0
         self._size = size
         self._threads: ThreadPoolExecutor | None = None
@@ -45,14 +42,14 @@ class JobPool:
         _POOLS.add(self)
 
     async def _answered(self, key: bytes, job: Callable[[], T], keep: Callable[[T], bool]) -> T:
-        """What `job` gives, from memory where it gave something for `key` that was to be kept."""
+        """Run `job`, or return its memoised answer for `key`; `keep`: whether to memoise an answer."""
         with self._lock:
             self.calls += 1
             if key in self._memo:
                 self.memo_hits += 1
                 self._memo.move_to_end(key)
-                known: T = self._memo[key]
-                return known
+                cached: T = self._memo[key]
+                return cached
         answer = await self._done(job)
         if keep(answer):
             with self._lock:
@@ -62,7 +59,7 @@ class JobPool:
         return answer
 
     async def _done(self, job: Callable[[], T]) -> T:
-        """What `job` gives; the deadline of its caller stands still until there is a thread for it."""
+        """Run `job` in a thread; the caller's clock is stopped until a thread is free."""
         loop = asyncio.get_running_loop()
         waiting = ExitStack()
 
@@ -85,7 +82,7 @@ class JobPool:
         return future
 
     def _end_jobs(self, abort: Callable[[], None], *, after_s: float = 0.0) -> None:
-        """No job is running when this returns: `abort` ends those that take longer than `after_s`."""
+        """Wait for all jobs; `abort` ends those that still run after `after_s`."""
         with self._lock:
             threads = self._threads
             self._threads = None
@@ -97,14 +94,14 @@ class JobPool:
             threads.shutdown(wait=True)
 
     def close(self) -> None:
-        """Ends what is under way.  The next call starts anew."""
+        """End running jobs.  The pool can be used again."""
         raise NotImplementedError
 
 
 class WorkerPool(JobPool):
     """At most `size` processes running `python -m module`, started with the first call.
 
-    `memo`: equal requests have equal answers, and are answered from memory.
+    `memo`: equal requests have equal answers, so memoise them.
     """
 
     def __init__(
@@ -126,12 +123,12 @@ class WorkerPool(JobPool):
         self._env = env
         self._idle: list[WorkerProcess] = []
         self._all: set[WorkerProcess] = set()
-        # were told to end; what the kernel takes for that is not the call's time
+        # killed, not yet waited for: calls do not pay for that time
         self._ending: set[WorkerProcess] = set()
         self._closing = False
 
     async def call(self, request: Any, timeout_s: float) -> Any:
-        """The worker's answer to `request`, from memory if an equal one was answered.
+        """Return the worker's answer to `request`, which may be memoised.
 
         Raises TimeoutError after `timeout_s` of computing (the worker is killed), WorkerError with
         its traceback, or WorkerDied.
@@ -142,10 +139,15 @@ class WorkerPool(JobPool):
             key, lambda: self._call(frame, timeout_s), lambda _: self._remembers
         )
 
-    def map(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """The answers in the order of the requests, which are read as workers get free.  Raises as
-        `call` does.
+    def ask(self, frame: bytes, timeout_s: float) -> Any:
+        """Return the answer to a packed request, in the caller's thread.
+
+        Raises as `call`.
         """
+        return self._call(frame, timeout_s)
+
+    def map(self, requests: Iterable[Any]) -> Iterator[Any]:
+        """Yield answers in the order of the requests, which are read lazily.  Raises like `call`."""
         waiting: deque[Future[Any]] = deque()
         try:
             for request in requests:
@@ -159,12 +161,12 @@ class WorkerPool(JobPool):
                 future.cancel()
 
     def _call(self, frame: bytes, timeout_s: float | None) -> Any:
-        left = timeout_s  # of both attempts together; the start of a worker does not count
+        remaining_s = timeout_s  # for both attempts, without the start of a worker
         for attempt in (1, 2):
             worker = self._take()
             began = time.monotonic()
             try:
-                reply = self._codec.unpack(worker.ask(frame, left))
+                reply = self._codec.unpack(worker.ask(frame, remaining_s))
             except TimeoutError:
                 self._drop(worker)
                 with self._lock:
@@ -180,7 +182,8 @@ class WorkerPool(JobPool):
                         f"{self.name} worker ended without an answer (exit status "
                         f"{worker.returncode}), twice"
                     ) from e
-                left = None if left is None else left - (time.monotonic() - began)
+                if remaining_s is not None:
+                    remaining_s -= time.monotonic() - began
                 continue
             with self._lock:
                 self._idle.append(worker)
@@ -213,7 +216,7 @@ class WorkerPool(JobPool):
             self.restarts += 1
 
     def _reap(self) -> None:
-        """No worker that was ended is left when this returns, so there are never more than `size`."""
+        """Wait for killed workers, so that there are never more than `size`."""
         with self._lock:
             ending, self._ending = self._ending, set()
         for worker in ending:
@@ -223,12 +226,12 @@ class WorkerPool(JobPool):
             self._all -= ending
 
     def pids(self) -> list[int]:
-        """Process ids of the living workers."""
+        """Return process ids of the living workers."""
         with self._lock:
             return [w.pid for w in self._all]
 
     def close(self) -> None:
-        """Kills all workers and waits for them.  The next call starts new ones."""
+        """Kill all workers and wait for them.  The next call starts new ones."""
         with self._lock:
             self._closing = True
             self._idle = []
@@ -248,26 +251,19 @@ class WorkerPool(JobPool):
 
 
 def close_all() -> None:
-    """Ends the workers of every pool and sandbox of this process."""
+    """Close every pool of this process."""
     for pool in list(_POOLS):
         pool.close()
 
 
 def counts() -> dict[str, int]:
-    """For metrics: "<name>/calls", "/memo_hits", "/timeouts", "/restarts" of the pools and
-    sandboxes that were used; summed by name.
-    """
-    found: Counter[str] = Counter()
+    """Sum metrics "<name>/calls", "/memo_hits", "/timeouts", "/restarts" of used pools by name."""
+    total: Counter[str] = Counter()
     for pool in list(_POOLS):
         if pool.calls:
-            used = {
-                "calls": pool.calls,
-                "memo_hits": pool.memo_hits,
-                "timeouts": pool.timeouts,
-                "restarts": pool.restarts,
-            }
-            found.update({f"{pool.name}/{what}": count for what, count in used.items()})
-    return dict(found)
+            for what in ("calls", "memo_hits", "timeouts", "restarts"):
+                total[f"{pool.name}/{what}"] += getattr(pool, what)
+    return dict(total)
 
 
 atexit.register(close_all)

@@ -1,18 +1,18 @@
-"""Runs one program and ends it with everything that it has started: `python -I -S keeper.py
-LIFELINE COMMAND...`
+"""Run one program and end it with all its descendants: `python -I -S keeper.py LIFELINE FOLDER
+COMMAND...`
 
-Daemons too (`setsid`, two forks): the kernel gives orphans to this process
-(PR_SET_CHILD_SUBREAPER), which ends its children until it has none.  That happens when the program
-has ended, and when the other end of the descriptor LIFELINE is closed: the process that started
-this one does not need it any more, or is gone.  Ends with the program's exit code, or 128 + the
-signal that ended it.
+Daemons are included: the kernel makes orphans children of this process (PR_SET_CHILD_SUBREAPER),
+which kills its children until none is left, then removes FOLDER if it is not empty text.  It does
+so when the program has ended, and when the other end of the descriptor LIFELINE is closed by or with
+the process that started the keeper.  Exit code: the program's, or 128 + its signal.
 
-Stands alone: it imports nothing of rft, and starts as quickly as Python does.
+It imports nothing of rft, so it starts as fast as Python.
 """
 
 import ctypes
 import os
 import select
+import shutil
 import signal
 import sys
 
@@ -21,9 +21,7 @@ _CANNOT_START = 127
 
 
 def adopt_orphans(on: bool) -> None:
-    """Whether the kernel gives processes below this one whose parent ends to it, instead of to
-    init.  Linux only.
-    """
+    """Make orphans below this process its children instead of init's, or stop that.  Linux only."""
     if (
         sys.platform == "linux"
         and ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) != 0
@@ -31,12 +29,12 @@ def adopt_orphans(on: bool) -> None:
         raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER")
 
 
-def main(lifeline: int, command: list[str]) -> int:
+def main(lifeline: int, folder: str, command: list[str]) -> int:
     adopt_orphans(True)
     pid = os.fork()
     if pid == 0:
         _become(lifeline, command)
-    os.setsid()  # what the program sends to its process group does not reach this one
+    os.setsid()  # not in the program's process group
     nothing = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)
@@ -49,6 +47,8 @@ def main(lifeline: int, command: list[str]) -> int:
         signal.pidfd_send_signal(program, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     end_children()
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
@@ -64,13 +64,13 @@ def _become(lifeline: int, command: list[str]) -> None:
 
 
 def end_children() -> None:
-    """Kills children, and those that become children by it, until there are none."""
+    """Kill children, and orphans that become children, until none is left."""
     while True:
         for pid in children():
             try:
                 os.kill(pid, signal.SIGKILL)
             except OSError:
-                continue  # it has ended, or belongs to another account
+                continue  # it has ended, or belongs to another user
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
@@ -78,8 +78,8 @@ def end_children() -> None:
 
 
 def children() -> list[int]:
-    mine = os.getpid()
-    found = []
+    parent = os.getpid()
+    pids = []
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
@@ -88,10 +88,10 @@ def children() -> list[int]:
                 fields = file.read().rpartition(b")")[2].split()
         except OSError:
             continue
-        if int(fields[1]) == mine:
-            found.append(int(name))
-    return found
+        if int(fields[1]) == parent:
+            pids.append(int(name))
+    return pids
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -1,4 +1,4 @@
-"""What this process may take, for good."""
+"""Resource limits of this process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import resource
 
 
 def address_space() -> int:
-    """Bytes of this process as RLIMIT_AS counts them; 0 where there is no /proc."""
+    """Return the bytes of this process that RLIMIT_AS counts; 0 without /proc."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
@@ -15,21 +15,14 @@ def address_space() -> int:
 
 
 def limit(what: int, most: int) -> None:
-    """Sets a resource limit, never above the limit that there is."""
+    """Set a resource limit, at most the present hard limit."""
     hard = resource.getrlimit(what)[1]
-    most = (
-        most
-        if hard == resource.RLIM_INFINITY
-        else hard
-        if most == resource.RLIM_INFINITY
-        else min(most, hard)
-    )
+    if hard != resource.RLIM_INFINITY:
+        most = hard if most == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(what, (most, most))
 
 
 def limit_memory(more_mb: int) -> None:
-    """At most `more_mb` beyond what this process has; no limit where there is no /proc, where the
-    kernel would not keep it.
-    """
+    """Limit memory to `more_mb` beyond the present use; no limit without /proc."""
     if now := address_space():
         limit(resource.RLIMIT_AS, now + (more_mb << 20))

@@ -1,8 +1,4 @@
-"""Ending with the process that started this one, also when it is killed.  Knows nothing of what
-runs here.
-
-Invariant: on Linux the kernel sends the signal; elsewhere nothing is promised and nothing happens.
-"""
+"""End this process with its parent, even a killed parent.  Linux only; elsewhere a no-op."""
 
 from __future__ import annotations
 
@@ -11,16 +7,16 @@ import os
 import signal
 import sys
 
-# when this is imported: a child that has changed its user may not read files any more
+# at import: a child that has changed its user may be unable to read files
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Kills this process as soon as the thread that started it ends.  A change of user clears it.
-    Raises OSError.
+    """Make the kernel kill this process when the thread that started it ends.  Raises OSError.
 
-    A parent that has ended before is not noticed: whoever needs that compares `os.getppid()`.
+    A change of user clears it.  An earlier end of the parent is not noticed: compare
+    `os.getppid()`.
     """
     if sys.platform == "linux" and _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         number = ctypes.get_errno()

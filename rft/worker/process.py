@@ -1,8 +1,7 @@
-"""A process of ours that answers requests: `python -m module`, where the module calls `serve`.
+"""Worker process that answers requests: `python -m module`, where the module calls `serve`.
 
-Frames go over its stdin and stdout in a codec that makes plain data only; nothing is pickled.  It
-dies with its parent. Invariant: a request ends with the worker's answer or with a named failure,
-also where the worker's code calls sys.exit.
+Frames go over stdin and stdout in a codec without pickle.  The worker dies with its parent.
+Invariant: a request ends with an answer or a named failure, even if the worker calls sys.exit.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class WorkerDied(RuntimeError):
 
 
 class Codec(NamedTuple):
-    """How requests and answers become bytes; both sides use the same."""
+    """Encoding of requests and answers on both sides."""
 
     pack: Callable[[Any], bytes]
     unpack: Callable[[bytes], Any]
@@ -48,7 +47,7 @@ LITERALS = Codec(  # plain data of Python: tuples stay tuples, keys may be numbe
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """For a process that imports what this one can, and that ends with it."""
+    """Return the environment of a child process, with this import path, that ends with this one."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
@@ -58,7 +57,7 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 class WorkerProcess:
-    """Our side of one worker; used by one thread at a time, and killed from any."""
+    """Client of one worker; used by one thread at a time, killed from any thread."""
 
     def __init__(self, module: str, *, env: Mapping[str, str] | None = None) -> None:
         self._module = module
@@ -83,16 +82,14 @@ class WorkerProcess:
         return self._process.returncode
 
     def wait_ready(self) -> None:
-        """Waits until the worker has imported what it needs.  Raises WorkerDied."""
+        """Wait until the worker has imported its modules.  Raises WorkerDied."""
         try:
             self.receive(time.monotonic() + START_TIMEOUT_S)
         except OSError as e:
             raise WorkerDied(f"{self._module} did not start; see its message in the log") from e
 
     def ask(self, request: bytes, timeout_s: float | None = None) -> bytes:
-        """The worker's reply; `timeout_s` is that of the request and its reply.  Raises
-        TimeoutError, or OSError where it has ended.
-        """
+        """Return the worker's reply.  Raises TimeoutError, or OSError if the worker has ended."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self.send(request, deadline)
         return self.receive(deadline)
@@ -101,27 +98,23 @@ class WorkerProcess:
         framing.send(self._in.fileno(), request, deadline=deadline)
 
     def receive(self, deadline: float | None = None) -> bytes:
-        """The next frame, for exchanges that are not one reply to one request."""
+        """Receive the next frame."""
         return framing.receive(self._out.fileno(), deadline=deadline)
 
     def end(self) -> None:
-        """Kills the process with its children, and does not wait: one that holds much memory takes
-        a while to go.
-        """
+        """Kill the process group without waiting: freeing much memory takes time."""
         with self._lock:
             if self._process.returncode is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """Kills the process with its children and waits.  The pipes stay open: another thread may
-        be looking at them.
-        """
+        """Kill the process group and wait.  Pipes stay open: another thread may use them."""
         self.end()
         with self._lock:
             self._process.wait()
 
     def release(self) -> None:
-        """Closes the pipes of a worker that was killed, or ends an idle one and waits."""
+        """Close the pipes, which ends an idle worker, and wait."""
         self._in.close()
         self._process.wait()
         self._out.close()
@@ -133,14 +126,13 @@ class WorkerProcess:
 def serve(
     load: Callable[[], Callable[[Any], Any]], *, codec: Codec = JSON, memory_mb: int | None = None
 ) -> None:
-    """Answers requests until the parent closes the pipe.  What `load` returns is called with each
-    request.
+    """Answer requests with the function that `load` returns, until the parent closes the pipe.
 
-    `memory_mb`: what the answers may take beyond what `load` took.
+    `memory_mb`: memory limit of the answers, beyond the memory of `load`.
     """
     end_with_parent()
     sink = os.dup(1)
-    os.dup2(2, 1)  # what libraries print must not get between the answers
+    os.dup2(2, 1)  # prints of libraries must not mix with answers
     answer = load()
     if memory_mb is not None:
         limits.limit_memory(memory_mb)
@@ -152,16 +144,14 @@ def serve(
             return
         try:
             reply = codec.pack({"answer": answer(codec.unpack(request))})
-        except BaseException:  # also sys.exit of a plugin: told, never the silent end of its worker
+        except BaseException:  # including sys.exit of a plugin
             reply = codec.pack({"error": traceback.format_exc(limit=-5)})
         framing.send(sink, reply)
 
 
 def end_with_parent() -> None:
-    """A worker that computes for ever must not outlive a parent that was killed (elsewhere only
-    idle ones end).
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    """End with a killed parent, even while computing (not on Linux: only while idle)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     die_with_parent()
     if str(os.getppid()) != os.environ.get("RFT_PARENT"):
         raise SystemExit("the parent is already gone")

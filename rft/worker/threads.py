@@ -1,16 +1,14 @@
-"""Code of plugins: blocking code in threads that may never end, code that takes too long, and what
-would end the program as a failure.
+"""Run code of plugins: in threads, with deadlines, and with exits turned into failures.
 
-Knows nothing of what it runs.  Invariants: a call that never returns holds up nobody and does not
-keep the program alive; SystemExit, KeyboardInterrupt and a plugin's own BaseException never reach
-an event loop, which they would end.
+Invariants: a call that never returns delays nothing and does not keep the program alive;
+SystemExit, KeyboardInterrupt and other BaseExceptions of a plugin never reach an event loop, which
+they would end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import ctypes
 import inspect
 import logging
 import threading
@@ -25,12 +23,11 @@ from rft.secrets import redact
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-GRACE_S = 1.0  # for work that passed its deadline to react to being cancelled
-LINGERS_S = 1.0  # without a call to watch
+GRACE_S = 1.0  # time for work past its deadline to react to its cancellation
 
 
 def as_failure(error: BaseException, what: str = "a plugin") -> Exception:
-    """An exception that ends what was being done, and nothing else."""
+    """Turn an exception that would end the program into PluginStopped."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
         return error
     raised = f"raised {type(error).__name__}" + (f": {error}" if str(error) else "")
@@ -42,9 +39,7 @@ def as_failure(error: BaseException, what: str = "a plugin") -> Exception:
 
 @contextmanager
 def contained(what: str) -> Iterator[None]:
-    """Code of the plugin `what` in this block raises nothing but an Exception or asyncio's own
-    cancelling.
-    """
+    """Turn exits of the plugin `what` in this block into PluginStopped."""
     try:
         yield
     except (asyncio.CancelledError, GeneratorExit):
@@ -52,21 +47,21 @@ def contained(what: str) -> Iterator[None]:
     except BaseException as e:
         if (failure := as_failure(e, what)) is e:
             raise
-        # contextlib takes what one causes for Python's own
+        # contextlib would swallow an error caused by StopIteration
         raise failure from (None if isinstance(e, StopIteration) else e)
 
 
 def last_lines(error: BaseException) -> str:
-    """The end of `own_lines`, without secrets, as failed records keep it."""
+    """Return the end of `own_lines` without secrets, for failed records."""
     return "\n".join(redact(own_lines(error)).splitlines()[-12:])
 
 
 @contextmanager
 def blamed(what: str, key: str = "") -> Iterator[None]:
-    """What a plugin's code in this block raises ends the command, with its own traceback: a
-    ConfigError at `key`, else a RunFailed.
+    """Turn errors of a plugin in this block into ConfigError at `key`, or RunFailed, with
+    traceback.
 
-    KeyboardInterrupt is a person's, who may interrupt what takes long.
+    KeyboardInterrupt passes through.
     """
     try:
         yield
@@ -78,17 +73,13 @@ def blamed(what: str, key: str = "") -> Iterator[None]:
 
 
 async def guarded(work: Awaitable[T], what: str) -> T:
-    """The result of `work`, contained: for code of a plugin in a task of its own, where SystemExit
-    would end the loop past all others.
-    """
+    """Await `work`, contained: plugin code in its own task, where SystemExit would end the loop."""
     with contained(what):
         return await work
 
 
 async def in_thread(call: Callable[[], T], name: str) -> T:
-    """The result of `call`, in a daemon thread called `name`, with the context variables of the
-    caller.
-    """
+    """Run `call` in a daemon thread called `name`, with the caller's context variables."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
@@ -110,22 +101,22 @@ async def in_thread(call: Callable[[], T], name: str) -> T:
 
 
 async def unblocked(call: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
-    """The result of `call`, contained.  It may be async; an ordinary function has a thread called
-    `name`, so that it may block.
-    """
+    """Run `call`, contained: an async function here, any other in a thread called `name`."""
     with contained(name):
         if inspect.iscoroutinefunction(call):
             return await call(*args, **kwargs)
         result = await in_thread(lambda: call(*args, **kwargs), name)
-        return await result if inspect.isawaitable(result) else result
+        if inspect.isawaitable(result):
+            return await result
+        return result
 
 
 class OutOfTime(TimeoutError):
-    """Work was not done by its deadline; the message says what, and how long it had."""
+    """Work missed its deadline; the message names both."""
 
 
 class Clock:
-    """Seconds from when it was made, but for those in which it is stopped."""
+    """Seconds since its creation, without stopped periods."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -154,7 +145,7 @@ class Clock:
 
     @asynccontextmanager
     async def turn(self, room: asyncio.Lock | asyncio.Semaphore) -> AsyncIterator[None]:
-        """`async with room`; it is stopped until there is room."""
+        """Enter `room`; the clock is stopped while waiting for it."""
         with self.stopped():
             await room.acquire()
         try:
@@ -169,8 +160,9 @@ CLOCK: ContextVar[Clock] = ContextVar("clock", default=Clock())  # noqa: B039  #
 async def in_time(
     work: Coroutine[Any, Any, T], timeout_s: float | None, what: str, clock: Clock | None = None
 ) -> T:
-    """The result of `work`.  After `timeout_s` of its clock it is cancelled and OutOfTime raised;
-    one that ignores this is left behind.
+    """Await `work`; after `timeout_s` of its clock cancel it and raise OutOfTime.
+
+    Work that ignores its cancellation is abandoned.
     """
     if timeout_s is None:
         return await work
@@ -179,8 +171,9 @@ async def in_time(
     context.run(CLOCK.set, clock)
     job = asyncio.create_task(work, context=context)
     try:
-        while not job.done() and (left := timeout_s - clock.seconds) > 0:
-            await asyncio.wait({job}, timeout=left if clock.runs else max(left, 0.1))
+        while not job.done() and (remaining_s := timeout_s - clock.seconds) > 0:
+            wait_s = remaining_s if clock.runs else max(remaining_s, 0.1)
+            await asyncio.wait({job}, timeout=wait_s)
         if job.done():
             if job.cancelled():
                 raise PluginStopped(f"{what} was cancelled from inside")
@@ -196,63 +189,3 @@ async def in_time(
     finally:
         if not job.done():
             job.cancel()  # the caller was cancelled
-
-
-class TooLong(Exception):
-    """A call was not done in its time."""
-
-
-def within(seconds: float, call: Callable[[], T]) -> T:
-    """The result of `call`, in this thread; raises TooLong in the midst of it when it is not done
-    after `seconds`.
-
-    A loop of Python code is ended so; a single long step of a library ends by itself first.
-    """
-    _WATCH.begin(seconds)
-    try:
-        return call()
-    finally:
-        _WATCH.end()
-
-
-class _Watchdog:
-    """One thread that looks at all calls once in a while: to begin and to end one costs next to
-    nothing.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Condition()
-        self._due: dict[int, float] = {}  # by thread
-        self._running = False
-
-    def begin(self, seconds: float) -> None:
-        with self._lock:
-            self._due[threading.get_ident()] = time.monotonic() + seconds
-            if not self._running:
-                threading.Thread(target=self._run, name="rft-watch", daemon=True).start()
-                self._running = True
-
-    def end(self) -> None:
-        with self._lock:
-            self._due.pop(threading.get_ident(), None)
-
-    def _run(self) -> None:
-        with self._lock:
-            while True:
-                if not self._due and not self._lock.wait_for(lambda: bool(self._due), LINGERS_S):
-                    self._running = False
-                    return
-                now = time.monotonic()
-                for thread in [t for t, due in self._due.items() if due <= now]:
-                    del self._due[thread]
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                        ctypes.c_ulong(thread), ctypes.py_object(TooLong)
-                    )
-                self._lock.wait(
-                    min(LINGERS_S, *(due - now for due in self._due.values()))
-                    if self._due
-                    else LINGERS_S
-                )
-
-
-_WATCH = _Watchdog()

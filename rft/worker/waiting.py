@@ -1,12 +1,10 @@
-"""What this process works on and whom it waits for, for people who look on: named, counted, and
-since when.
+"""Current activities of this process, for display: named, counted, and with their duration.
 
-    works("train step 3")                    a piece of work of this process
-    waits("question", "judge helpful")       one of perhaps many that somebody outside of the run's own order has to answer
-    idles("batch 3 waits for room")          a part of the run waits for another one, which says itself what it works on
+    works("train step 3")                    work of this process
+    waits("question", "judge helpful")       one of many requests to an outside service
+    idles("batch 3 waits for room")          a part waits for another part, which reports its own work
 
-Knows nothing of the run.  Invariant: of waits inside each other the innermost counts, and none
-inside one that is `whole`.
+Knows no run.  Invariant: of nested waits the innermost counts, but no wait inside an `opaque` one.
 """
 
 from __future__ import annotations
@@ -20,17 +18,17 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-ACTIVITY_S = 2.0  # for a process to say what it works on
-_MOST = 4  # entries of a line
+ACTIVITY_S = 2.0  # limit for a process to return its activities
+_MOST = 4  # most entries of a line
 Text = str | Callable[[], str]
 
 
 class Activity(Struct, frozen=True):
-    """Work, or with a `noun` so many of them that wait for `text`; `seconds` of the first."""
+    """Work `text`, or `count` of `noun` that wait for `text`; `seconds` since the first began."""
 
     text: str
     noun: str
-    idle: bool  # for another part of the run
+    idle: bool  # waits for another part of the run
     count: int
     seconds: float
 
@@ -41,9 +39,9 @@ class _Ongoing:
     noun: str = ""
     idle: bool = False
     count: int = 1
-    whole: bool = False
+    opaque: bool = False
     since: float = 0.0
-    inside: int = 0  # waits inside of this one
+    inside: int = 0  # number of nested waits
 
 
 _ONGOING: dict[_Ongoing, None] = {}
@@ -51,7 +49,7 @@ _INNERMOST: ContextVar[_Ongoing | None] = ContextVar("innermost", default=None)
 
 
 def clock() -> float:
-    """Seconds of the event loop, or where there is none of the process."""
+    """Return seconds of the event loop's clock, or of the process's without a loop."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:
@@ -69,23 +67,23 @@ def _entered(entry: _Ongoing) -> Iterator[None]:
 
 
 def works(text: Text) -> AbstractContextManager[None]:
-    """While this process works on `text`, or on what that returns at the moment."""
+    """Show work on `text` during the block; a callable is evaluated for each display."""
     return _entered(_Ongoing(text))
 
 
 def idles(text: Text) -> AbstractContextManager[None]:
-    """While a part of the run waits for another one."""
+    """Show a part that waits for another part during the block."""
     return _entered(_Ongoing(text, idle=True))
 
 
 @contextmanager
-def waits(noun: str, whom: str, *, count: int = 1, whole: bool = False) -> Iterator[None]:
-    """While `count` of `noun` wait for `whom`; `whole`: whatever that waits for in its turn."""
+def waits(noun: str, whom: str, *, count: int = 1, opaque: bool = False) -> Iterator[None]:
+    """Show `count` of `noun` that wait for `whom`; `opaque`: hide waits inside."""
     outer = _INNERMOST.get()
-    if outer is not None and outer.whole:
+    if outer is not None and outer.opaque:
         yield
         return
-    entry = _Ongoing(whom, noun, count=count, whole=whole)
+    entry = _Ongoing(whom, noun, count=count, opaque=opaque)
     before = _INNERMOST.set(entry)
     if outer is not None:
         outer.inside += 1
@@ -101,7 +99,7 @@ def waits(noun: str, whom: str, *, count: int = 1, whole: bool = False) -> Itera
 
 
 def activities() -> list[Activity]:
-    """Of this process at this moment; what began first comes first."""
+    """Return current activities of this process, oldest first."""
     now = clock()
     alike: dict[tuple[str, str, bool], list[_Ongoing]] = {}
     for entry in list(_ONGOING):
@@ -115,12 +113,10 @@ def activities() -> list[Activity]:
     return sorted(counted, key=lambda a: -a.seconds)
 
 
-def sentence(found: Sequence[Activity]) -> str:
-    """One line: the work, then who is waited for; where nobody is, which part of the run waits for
-    which.
-    """
-    named = [a for a in found if not a.noun and not a.idle]
-    named += [a for a in found if a.noun] or [a for a in found if a.idle]
+def sentence(current: Sequence[Activity]) -> str:
+    """Describe in one line the work, then waits; without waits the idle parts."""
+    named = [a for a in current if not a.noun and not a.idle]
+    named += [a for a in current if a.noun] or [a for a in current if a.idle]
     more = [f"and {len(named) - _MOST} more"] if len(named) > _MOST else []
     return (
         "; ".join([*map(_words, named[:_MOST]), *more])
@@ -129,10 +125,8 @@ def sentence(found: Sequence[Activity]) -> str:
 
 
 def _words(a: Activity) -> str:
-    one = a.count == 1
-    text = (
-        f"{a.count} {a.noun}{'' if one else 's'} wait{'s' if one else ''} for {a.text}"
-        if a.noun
-        else a.text
-    )
+    text = a.text
+    if a.noun:
+        verb = f"{a.noun} waits" if a.count == 1 else f"{a.noun}s wait"
+        text = f"{a.count} {verb} for {a.text}"
     return f"{text}, {a.seconds:.0f} s"

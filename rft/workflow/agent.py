@@ -1,4 +1,4 @@
-"""Agents that know only OpenAI's protocol, as workflows: their calls are recorded on the way.
+"""Workflows of agents that use OpenAI's or Anthropic's protocol; the endpoint records their calls.
 
     @workflow("my_agent")
     class MyAgent(AgentWorkflow):
@@ -7,11 +7,11 @@
             ...
             return 1.0 if answer == task.truth else 0.0
 
-An agent that is an ordinary function runs in a thread of its own; one that is a program, below a
-process that ends all it has started.
+An ordinary function runs in a thread; a program runs below a process that kills all its children.
 
-Knows the endpoint, not the engine.  Invariant: when the run is over no call of its agent is under
-way, and its program is gone, with everything that it has started.
+Knows the endpoint, not the engine.
+Invariant: after the run no call of the agent is in progress, and its program and all descendants
+have ended.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ import json
 import os
 import re
 import sys
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from rft.reward.base import checked
 from rft.types.completion import Layout, Transcript
-from rft.types.task import Task
+from rft.types.task import Task, plain_text
 from rft.worker import keeper
 from rft.worker.threads import unblocked
 from rft.workflow.base import RunContext, Workflow
@@ -35,14 +38,15 @@ from rft.workflow.endpoint import serve
 from rft.workflow.endpoint_sessions import Rule
 from rft.workflow.tools import missing
 
-_TAIL = 16 << 10  # bytes of a program's output that are kept
-_CLOSE_S = 5.0  # for a killed program, and all that it has started, to be gone
-_TOLD = 2000  # characters of its error output in a failed record
-# of our environment; the rest holds keys and is none of a program's business
+_TAIL = 16 << 10  # last bytes of a program's output in the record
+_CLOSE_S = 5.0  # time for a killed program and its children to end
+_ERROR_CHARS = 2000  # of its error output in a failed record
+# environment variables that a program inherits; others may hold keys
 _PASSED_ON = re.compile(
     r"PATH|PYTHONPATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ|TERM|TMPDIR|VIRTUAL_ENV|LD_LIBRARY_PATH|SSL_CERT_\w+|REQUESTS_CA_BUNDLE|NO_PROXY|no_proxy"
     r"|OMP_NUM_THREADS|RFT_RUN_ID|RFT_LEFTOVER_MARK"
 )
+_PLACEHOLDER = re.compile(r"\{(prompt|base_url|api_key|home)\}")
 _CLOSING: set[asyncio.Task[None]] = set()
 
 
@@ -51,20 +55,19 @@ class AgentFailed(Exception):
 
 
 class AgentWorkflow(Workflow):
-    """Write `agent`.  What it returns is the run's reward: a number, a dict of parts, a `Score`.
+    """Override `agent`.  It returns the run's reward: a number, a dict of parts, a `Score`, or None.
 
-    None: the taskset's reward; where the taskset names none, or with `agent_reward`, what was
-    posted to /v1/reward. `layout`: how its calls become experiences.  `sampling`: whose sampling
-    arguments hold; "request" lets the agent choose, which training on-policy does not allow (see
-    docs/howto/agent.md).
+    None: the taskset's reward; the reward posted to /v1/reward where the taskset names none, or
+    with `agent_reward`.  `layout`: which calls share an experience.  `sampling`: "request" lets the
+    agent choose sampling arguments, which on-policy training does not allow (docs/howto/agent.md).
     """
 
     layout: ClassVar[Layout] = "chains"
     sampling: ClassVar[Rule] = "taskset"
-    agent_reward: bool = False  # what the agent posts counts before the taskset's reward
+    agent_reward: bool = False  # a posted reward replaces the taskset's
 
     def agent(self, task: Task, base_url: str, api_key: str) -> Any:
-        """Plays one run; may be `async`."""
+        """Play one run; may be `async`."""
         raise NotImplementedError(
             f"{type(self).__name__} must have a method agent(self, task, base_url, api_key)"
         )
@@ -77,7 +80,7 @@ class AgentWorkflow(Workflow):
                 unblocked(self.agent, "the agent", task, session.base_url, session.api_key)
             )
             info: dict[str, Any] = {}
-            if isinstance(returned, Said):
+            if isinstance(returned, ProcessOutput):
                 returned, info = None, {"agent_output": str(returned)}
             if session.unused is not None:
                 info["agent_reward"] = session.unused
@@ -85,12 +88,26 @@ class AgentWorkflow(Workflow):
         return ctx.transcript(score=score, info=info, layout=self.layout)
 
 
-class Said(str):
-    """What a program printed; kept with the experience."""
+class ProcessOutput(str):
+    """The output of a program, for the experience's info."""
+
+
+def _relative(path: str) -> str:
+    if (
+        PurePosixPath(path).is_absolute()
+        or ".." in PurePosixPath(path).parts
+        or not path.strip("./")
+    ):
+        raise ValueError(f"{path!r} must be the path of a file below the home folder")
+    return path
 
 
 class CommandArgs(BaseModel):
-    """A program that is an agent."""
+    """A program that is an agent.
+
+    In `command`, `env`, `stdin` and the files of `home`, {prompt}, {base_url} (with /v1), {api_key}
+    and {home} are replaced; other braces are not.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -100,67 +117,109 @@ class CommandArgs(BaseModel):
         default_factory=list,
         description="names of variables of rft's own environment that it gets too",
     )
+    stdin: str | None = Field(
+        None, description="its standard input; default: the task as a JSON object"
+    )
+    home: dict[Annotated[str, AfterValidator(_relative)], str] | None = Field(
+        None,
+        description="texts by path: the files of a folder that is made for each run, is its HOME and "
+        "working folder, and is removed after it; default: those of rft",
+    )
     agent_reward: bool = Field(
         False, description="the reward that it posts counts before that of the taskset"
     )
 
     @model_validator(mode="after")
-    def _there(self) -> CommandArgs:
-        if why := missing(self.command[0], self.env):
-            raise ValueError(why)
+    def _check_program(self) -> CommandArgs:
+        if reason := missing(self.command[0], self.env):
+            raise ValueError(reason)
+        if self.home is None and "home" in self.placeholders():
+            raise ValueError("{home} needs `home: {}`, or files in it")
         return self
+
+    def placeholders(self) -> set[str]:
+        """Return the names of the placeholders that are used."""
+        files = (self.home or {}).values()
+        texts = (*self.command, *self.env.values(), *files, self.stdin or "")
+        return {name for text in texts for name in _PLACEHOLDER.findall(text)}
 
 
 class CommandAgent(AgentWorkflow):
-    """A program as agent, one process (group) for each run.
+    """Runs a program as agent, one process (group) per run.
 
-    It finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment, of ours only what says where
-    things are (PATH, HOME, LANG ...), and the task as one JSON object on its standard input:
-    {prompt, messages, tools}; the truth stays here.  The taskset's reward scores it, or where there
-    is none what it posts to /v1/reward.  Any exit code but 0 fails the run, with the end of its
-    error output.
+    Its environment has OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and,
+    of rft's own variables, only PATH, HOME, LANG and similar ones.  Its standard input is one JSON
+    object, {prompt, messages, tools}, without the truth. The taskset's reward scores the run, or
+    without one the reward posted to /v1/reward.  An exit code other than 0 fails the run, with the
+    end of the error output.
     """
 
     def __init__(self, **args: Any) -> None:
         self.args = CommandArgs(**args)
         self.agent_reward = self.args.agent_reward
 
-    async def agent(self, task: Task, base_url: str, api_key: str) -> Said:
-        given = {"prompt": task.prompt, "messages": task.chat(), "tools": list(task.tools)}
-        ours = {
+    async def agent(self, task: Task, base_url: str, api_key: str) -> ProcessOutput:
+        values = {"base_url": base_url, "api_key": api_key}
+        if "prompt" in self.args.placeholders():
+            values["prompt"] = _prompt(task)
+        if self.args.home is None:
+            return await self._play(task, values)
+        with TemporaryDirectory(prefix="rft-agent-", ignore_cleanup_errors=True) as home:
+            values["home"] = home
+            await asyncio.to_thread(_write, self.args.home, values)
+            return await self._play(task, values)
+
+    async def _play(self, task: Task, values: Mapping[str, str]) -> ProcessOutput:
+        """Run the program; `values`: of the placeholders."""
+        question = {"prompt": task.prompt, "messages": task.chat(), "tools": list(task.tools)}
+        stdin = json.dumps(question)
+        if self.args.stdin is not None:
+            stdin = _filled(self.args.stdin, values)
+        inherited = {
             name: v
             for name, v in os.environ.items()
             if _PASSED_ON.fullmatch(name) or name in self.args.pass_env
         }
-        env = {**ours, **self.args.env, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+        home = values.get("home", "")
+        env = {
+            **inherited,
+            **({"HOME": home} if home else {}),
+            **{name: _filled(value, values) for name, value in self.args.env.items()},
+            "OPENAI_BASE_URL": values["base_url"],
+            "OPENAI_API_KEY": values["api_key"],
+            "ANTHROPIC_BASE_URL": values["base_url"].removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": values["api_key"],
+        }
+        command = [_filled(word, values) for word in self.args.command]
         pipe = asyncio.subprocess.PIPE
-        held, lifeline = os.pipe()
+        keeper_end, lifeline = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", keeper.__file__, str(held), *self.args.command),
+                *(sys.executable, "-I", "-S", keeper.__file__, str(keeper_end), home, *command),
                 stdin=pipe,
                 stdout=pipe,
                 stderr=pipe,
                 env=env,
-                pass_fds=(held,),
+                cwd=home or None,
+                pass_fds=(keeper_end,),
             )
         except BaseException:
             os.close(lifeline)
             raise
         finally:
-            os.close(held)
+            os.close(keeper_end)
         assert (
             process.stdin is not None and process.stdout is not None and process.stderr is not None
         )
         out = asyncio.ensure_future(_tail(process.stdout))
         err = asyncio.ensure_future(_tail(process.stderr))
-        feeding = asyncio.ensure_future(_feed(process.stdin, json.dumps(given)))
+        feeding = asyncio.ensure_future(_feed(process.stdin, stdin))
         try:
             code = await process.wait()
         finally:
             os.close(lifeline)
             closing = asyncio.ensure_future(_ended(process, out, err, feeding))
-            _CLOSING.add(closing)  # it goes on where the run is given up
+            _CLOSING.add(closing)  # also awaited after a cancelled run
             closing.add_done_callback(_CLOSING.discard)
             await asyncio.shield(closing)
         if out.cancelled() or err.cancelled():
@@ -169,13 +228,32 @@ class CommandAgent(AgentWorkflow):
                 f"output"
             )
         if code != 0:
-            said = err.result().strip()[-_TOLD:] or "no error output"
-            raise AgentFailed(f"{self.args.command[0]} ended with exit code {code}: {said}")
-        return Said(out.result())
+            text = err.result().strip()[-_ERROR_CHARS:] or "no error output"
+            raise AgentFailed(f"{self.args.command[0]} ended with exit code {code}: {text}")
+        return ProcessOutput(out.result())
+
+
+def _prompt(task: Task) -> str:
+    """Return the texts of a task's messages.  Raises ValueError for images."""
+    texts = [plain_text(message.get("content")) for message in task.chat()]
+    if None in texts:
+        raise ValueError("a program that is an agent gets texts alone; the task has other parts")
+    return "\n\n".join(text for text in texts if text)
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    return _PLACEHOLDER.sub(lambda found: values[found[1]], text)
+
+
+def _write(files: Mapping[str, str], values: Mapping[str, str]) -> None:
+    for path, text in files.items():
+        file = Path(values["home"], path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(_filled(text, values))
 
 
 async def _ended(process: asyncio.subprocess.Process, *streams: asyncio.Future[Any]) -> None:
-    """Returns when the program and all that it has started are gone, or are left behind."""
+    """Wait until the program and its children have ended, at most _CLOSE_S."""
     waiting = asyncio.ensure_future(process.wait())
     await asyncio.wait([waiting, *streams], timeout=_CLOSE_S)
     for work in (waiting, *streams):
@@ -186,10 +264,10 @@ async def _ended(process: asyncio.subprocess.Process, *streams: asyncio.Future[A
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:
-    kept = b""
+    tail = b""
     while chunk := await stream.read(1 << 16):
-        kept = (kept + chunk)[-_TAIL:]
-    return kept.decode(errors="replace")
+        tail = (tail + chunk)[-_TAIL:]
+    return tail.decode(errors="replace")
 
 
 async def _feed(stream: asyncio.StreamWriter, text: str) -> None:
@@ -199,4 +277,4 @@ async def _feed(stream: asyncio.StreamWriter, text: str) -> None:
         stream.close()
         await stream.wait_closed()
     except (BrokenPipeError, ConnectionResetError):
-        return  # it does not read its task
+        return  # the program does not read its task

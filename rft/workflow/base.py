@@ -1,6 +1,6 @@
-"""What a workflow is: a task and a context in, a transcript out.
+"""The interface of a workflow: a task and a context in, a transcript out.
 
-A workflow is a class with one method, async or not; one object serves one run.  It knows neither
+A workflow is a class with one method, async or not; one object plays one run.  It knows neither
 buffer nor trainer.
 
     @workflow("my_workflow")
@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 
+from rft.engine.base import PromptTooLong
+from rft.engine.settings import SELF
+from rft.errors import DeadlineExceeded
 from rft.plugins import Provider, kind
 from rft.types.completion import Completion, Layout, Score, Transcript, Turn
 from rft.types.ports import ChatModel, GenerateRequest, ScoreRow
@@ -34,37 +37,51 @@ NO_MODELS: Mapping[str, ChatModel] = {}
 class Workflow(Provider):
     """Plays one run of a task.  `__init__` takes the checked `workflow_args` as keyword arguments.
 
-    Override `run`, or `run_group` to play all runs of a task at once.  The attributes declare what
-    a class is like: `isolated` (True or an `Isolation`) plays each run in a process of its own;
-    `needs` maps libraries to the extra that installs them; `gives` names what algorithms find in
-    the rows ("info.NAME" or a field), also as a static method of `workflow_args`; `scores_itself`
-    says that every run brings its own score, so that a reward of the taskset would never be used;
-    `usual_reward`, with `usual_reward_args`, scores runs where the taskset names none.
+    Override `run`, or `run_group` to play all runs of a task at once.  Attributes of the class:
+
+    - `isolated` (True or an `Isolation`): play each run in a separate process
+    - `needs`: required libraries, and the extra that installs each
+    - `gives`: fields that it writes for algorithms ("info.NAME" or a field), or a static method that
+      returns them for `workflow_args`
+    - `scores_itself`: every transcript has a score, so the taskset must name no reward
+    - `needs_reward`: `run` gives no score, so the taskset must name a reward
+    - `usual_reward`, `usual_reward_args`: the reward if the taskset names none
     """
 
     isolated: ClassVar[Any] = False
     needs: ClassVar[Mapping[str, str]] = {}
     scores_itself: ClassVar[bool] = False
+    needs_reward: ClassVar[bool] = False
     usual_reward: ClassVar[str | None] = None
     usual_reward_args: ClassVar[Mapping[str, Any]] = {}
 
     def run(self, task: Task, ctx: RunContext) -> Any:
-        """The transcript of one run."""
+        """Play one run and return its transcript."""
         raise NotImplementedError(f"{type(self).__name__} needs a method run(self, task, ctx)")
 
+    def teacher_messages(self, task: Task) -> Sequence[dict[str, Any]]:
+        """Return the teacher's prompt of a task, where it is known before the run; `rft check`
+        counts its tokens.
+        """
+        return ()
+
     def run_group(self, task: Task, contexts: list[RunContext]) -> Any:
-        """The transcripts of all runs of the task, in order."""
+        """Play all runs of the task and return their transcripts, in order."""
         raise NotImplementedError(f"{type(self).__name__} plays one run at a time")
 
 
-class RunContext:
-    """What one run may use: the policy's engine with the task's own rollout arguments, and the
-    auxiliary models by name.
+class TeacherLate(Exception):
+    """A teacher did not answer within its time; it fails the run."""
 
-    It records every call of the policy; `transcript()` gives them back in order.  A call whose
-    messages begin with those of an earlier call and its answer goes on from that call's tokens;
-    nothing is tokenised twice.  `seed(turn)` gives each call's seed in a deterministic run; without
-    it the engine draws freely.
+
+class RunContext:
+    """The models of one run: the policy, with the task's sampling arguments, and the auxiliary
+    models by name.
+
+    Every call of the policy is recorded; `transcript()` returns the calls in order.  A call whose
+    messages begin with those of an earlier call and its answer reuses that call's tokens; nothing
+    is tokenised twice.  `seed(turn)` is the seed of each call in a deterministic run; without it
+    the engine draws one.
     """
 
     def __init__(
@@ -76,23 +93,27 @@ class RunContext:
         request_id: str,
         seed: Callable[[int], int] | None = None,
         models: Mapping[str, ChatModel] = NO_MODELS,
+        reward: Callable[[Transcript], Awaitable[Score]] | None = None,
+        teacher_top: int = 0,
     ) -> None:
         self._model = model
+        self._reward = reward
         self._task = task
         self._turns: list[Turn] = []
-        self._asked = 0
+        self._requests = 0
         self.run = run
         self.request_id = request_id
         self.seed = seed
         self.models = models
+        self.teacher_top = teacher_top  # most likely tokens of a teacher that the algorithm reads
 
     @property
     def policy(self) -> ChatModel:
-        """The policy's engine itself; its calls are not recorded (`chat` is)."""
+        """The policy's engine, for calls that are not recorded."""
         return self._model
 
     def model(self, name: str) -> ChatModel:
-        """The auxiliary model `name`.  Raises KeyError that lists what there is."""
+        """Return the auxiliary model `name`.  Raises KeyError that lists all names."""
         if name not in self.models:
             raise KeyError(
                 f"no auxiliary model {name!r}; explorer.auxiliary_models has "
@@ -107,7 +128,7 @@ class RunContext:
         tools: list[dict[str, Any]] | None = None,
         **overrides: Any,
     ) -> Completion:
-        """One model call.  `overrides` replace fields of the task's sampling arguments, e.g.
+        """Call the policy once.  `overrides` replace fields of the task's sampling arguments, e.g.
         max_tokens=8.
         """
         if overrides.get("n", 1) != 1:
@@ -118,12 +139,12 @@ class RunContext:
         return completion
 
     async def sample(
-        self, messages: Sequence[dict[str, Any]] = (), **asked: Any
+        self, messages: Sequence[dict[str, Any]] = (), **arguments: Any
     ) -> list[Completion]:
-        """`n` answers to the same messages, or to `prompt_tokens`; each is recorded as a call of
-        its own.  Takes what `request` takes.
+        """Return `n` answers to the messages, or to `prompt_tokens`, each recorded as one call.
+        Arguments as in `request`.
         """
-        request = self.request(messages, **asked)
+        request = self.request(messages, **arguments)
         completions = await self._model.generate(request)
         for completion in completions:
             self.record(Turn(messages=request.messages, tools=request.tools, completion=completion))
@@ -139,35 +160,39 @@ class RunContext:
         chat_template: str | None = None,
         chat_template_args: Mapping[str, Any] | None = None,
         strict_template_args: Sequence[str] = (),
+        numbered: bool = True,
         **overrides: Any,
     ) -> GenerateRequest:
-        """What `sample` asks the policy's engine.  Every call of a run has a number of its own,
-        also of those at the same time.
+        """Build the request of the next call, numbered within the run.
+
+        `numbered` False: of a call that is not the run's.
         """
         sampling = self._task.sampling
-        if "max_tokens" in overrides:  # of a run that may only write so much more
+        if "max_tokens" in overrides:  # less than the task's min_tokens is allowed
             overrides["min_tokens"] = min(
                 overrides.get("min_tokens", sampling.min_tokens), overrides["max_tokens"]
             )
         sampling = msgspec.structs.replace(sampling, **overrides) if overrides else sampling
-        number = self._asked
-        self._asked = self._asked + 1
+        number = self._requests
+        self._requests += numbered
         if self.seed is not None and sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self.seed(number))
-        # a caller may go on with its own
-        conversation: tuple[dict[str, Any], ...] = read_only(tuple(map(_plain, messages)))
-        told: tuple[dict[str, Any], ...] = read_only(
+        # copies: the caller may change its messages afterwards
+        conversation: tuple[dict[str, Any], ...] = read_only(tuple(map(_with_text, messages)))
+        schemas: tuple[dict[str, Any], ...] = read_only(
             tuple(tools if tools is not None else self._task.tools)
         )
-        before = (
-            None if chat_template is not None else self._before(conversation, prompt_tokens, told)
-        )
+        parent = None
+        if chat_template is None:
+            parent = self._parent_turn(conversation, prompt_tokens, schemas)
+        if parent is not None and conversation:
+            conversation = _as_recorded(parent, conversation)
         return GenerateRequest(
             messages=conversation,
-            tools=told,
+            tools=schemas,
             prompt_tokens=tuple(prompt_tokens),
-            prefix_tokens=None if before is None else _tokens(before.completion),
-            prefix_messages=0 if before is None or not conversation else len(before.messages) + 1,
+            prefix_tokens=None if parent is None else _tokens(parent.completion),
+            prefix_messages=0 if parent is None or not conversation else len(parent.messages) + 1,
             chat_template=chat_template if chat_template is not None else self._task.chat_template,
             chat_template_args={**self._task.chat_template_args, **(chat_template_args or {})},
             strict_template_args=tuple(strict_template_args),
@@ -178,27 +203,27 @@ class RunContext:
         )
 
     def record(self, turn: Turn) -> None:
-        """Adds a call that something else has made with the policy's engine."""
+        """Add a call of the policy that was made elsewhere."""
         self._turns.append(turn)
 
-    def _before(
+    def _parent_turn(
         self,
         messages: Sequence[dict[str, Any]],
         prompt_tokens: Sequence[int],
         tools: tuple[Any, ...],
     ) -> Turn | None:
-        """The latest call that is gone on from: by its messages and its answer, or by its tokens;
-        one that was told of these tools.
-        """
+        """Return the latest recorded turn that a request extends, by messages or by tokens."""
         prompt = np.asarray(prompt_tokens)
-        told = (t for t in reversed(self._turns) if not tools or t.tools == tools)
-        return next((t for t in told if _goes_on(t, messages, prompt)), None)
+        for turn in reversed(self._turns):
+            if (not tools or turn.tools == tools) and _extends(turn, messages, prompt):
+                return turn
+        return None
 
     def score_step(
         self, value: float | None, *, parts: dict[str, float] | None = None, **info: Any
     ) -> None:
-        """A reward for the last call alone, and what its experience's `info` is to hold (a state's
-        hash, for example).
+        """Set the reward of the last call, and fields of its experience's `info` (e.g. a state
+        hash).
         """
         if not self._turns:
             raise ValueError("score_step: there is no model call to score yet")
@@ -206,21 +231,87 @@ class RunContext:
         last = self._turns[-1]
         self._turns[-1] = msgspec.structs.replace(last, score=score, info={**last.info, **info})
 
-    async def teach(self, name: str) -> None:
-        """Asks auxiliary model `name`, which must have the policy's tokenizer, for its log-probs of
-        every token written so far, at the temperature of the call that wrote it.
+    async def reward(self) -> Score:
+        """Return the taskset's reward of the calls so far; give it back with `transcript(score=...)`,
+        or it is computed once more.  Raises RuntimeError in an isolated workflow, ValueError without
+        a reward for a single run.
         """
-        teacher = self.model(name)
-        for i, turn in enumerate(self._turns):
-            if turn.teacher_logprobs is None:
-                c = turn.completion  # greedily chosen ones as they are
-                scale = turn.completion.sampling.temperature or 1.0
-                row = ScoreRow(
-                    tokens=_tokens(c), prompt_length=len(c.prompt_tokens), temperature=scale
-                )
-                self._turns[i] = msgspec.structs.replace(
-                    turn, teacher_logprobs=await teacher.logprobs(row)
-                )
+        if self._reward is None:
+            raise RuntimeError("ctx.reward: an isolated workflow cannot ask for its reward")
+        return await self._reward(self.transcript())
+
+    async def teach(
+        self,
+        name: str,
+        *,
+        messages: Sequence[dict[str, Any]] = (),
+        completion: Completion | None = None,
+        **arguments: Any,
+    ) -> None:
+        """Record what a teacher says of tokens that the policy wrote, at the temperature of their
+        call.
+
+        `name`: an auxiliary model, which must have the policy's tokenizer, or "self": the policy,
+        with the weights that it serves.  The teacher scores every call that has no teacher yet, or
+        that of `completion`, behind the call's own prompt.  With `messages` it scores `completion`
+        (None: the last call's) behind this other prompt, which its template renders and which is
+        never trained; `arguments` as in `request`.  Raises KeyError for an unknown name, ValueError
+        for what cannot be taught, PromptTooLong, and TeacherLate.
+        """
+        teacher = self._model if name == SELF else self.model(name)
+        if completion is None and not messages:
+            turns = [i for i, turn in enumerate(self._turns) if turn.teacher is None]
+        else:
+            turns = [self._turn_of(completion)]
+        for i in turns:
+            turn = self._turns[i]
+            c = turn.completion
+            prompt = None
+            if messages:
+                prompt = self._told(name, turn, messages, arguments)
+            row = ScoreRow(
+                tokens=_tokens(c) if prompt is None else c.tokens,
+                prompt_length=len(c.prompt_tokens) if prompt is None else 0,
+                prompt=prompt,
+                top=self.teacher_top,
+                temperature=c.sampling.temperature or 1.0,  # 1 for greedy tokens
+            )
+            try:
+                scores = await teacher.score(row)
+            except PromptTooLong as e:
+                what = f"the prompt for teacher {name!r} of an answer of {len(c.tokens)} tokens"
+                raise PromptTooLong(e.tokens, e.limit, what) from e
+            except DeadlineExceeded as e:
+                raise TeacherLate(f"teacher {name!r}: {e}") from e
+            self._turns[i] = msgspec.structs.replace(turn, teacher=scores)
+
+    def _turn_of(self, completion: Completion | None) -> int:
+        """Return the number of the call with this completion, or of the last call."""
+        if not self._turns:
+            raise ValueError("teach: there is no model call to teach yet")
+        if completion is None:
+            return len(self._turns) - 1
+        numbers = [i for i, turn in enumerate(self._turns) if turn.completion is completion]
+        if not numbers:
+            raise ValueError("teach: the completion is of no call of this run")
+        return numbers[0]
+
+    def _told(
+        self, name: str, turn: Turn, messages: Sequence[dict[str, Any]], arguments: dict[str, Any]
+    ) -> GenerateRequest:
+        """Build the teacher's prompt.  Raises ValueError if the call's own prompt says all of it:
+        the policy was shown what only its teacher may read.
+        """
+        request = self.request(messages, numbered=False, **arguments)
+        if all(message in turn.messages for message in request.messages):
+            raise ValueError(
+                f"teach: the prompt for teacher {name!r} says nothing that the call's own prompt "
+                f"does not say; put what only the teacher may read into `messages`, and never into "
+                f"those of ctx.chat"
+            )
+        return msgspec.structs.replace(
+            request, prefix_tokens=None, prefix_messages=0, prompt_truncation="error"
+        )
 
     @property
     def completions(self) -> list[Completion]:
@@ -235,12 +326,9 @@ class RunContext:
         layout: Layout = "joined",
         limited: bool = False,
     ) -> Transcript:
-        """The calls so far.  Give `score` if the workflow scores itself; otherwise the taskset's
-        reward is called.
-        """
-        turns = tuple(self._turns)
+        """Return the calls so far.  Without `score` the taskset's reward is called."""
         return Transcript(
-            turns=turns,
+            turns=tuple(self._turns),
             score=score,
             metrics=metrics or {},
             info=info or {},
@@ -249,8 +337,8 @@ class RunContext:
         )
 
 
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its parts of text joined.  Raises ValueError for images and sound, which
+def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a message with its text parts joined.  Raises ValueError for images and sound, which
     templates leave out or write as code.
     """
     if not isinstance(message, Mapping):
@@ -272,40 +360,91 @@ def _tokens(c: Completion) -> np.ndarray:
     return joined.astype(np.int32, copy=False)
 
 
-def _goes_on(turn: Turn, messages: Sequence[dict[str, Any]], prompt: np.ndarray) -> bool:
+def _extends(turn: Turn, messages: Sequence[dict[str, Any]], prompt: np.ndarray) -> bool:
+    """Return whether a request begins with the messages, or tokens, of a turn and its answer."""
     if not messages:
-        told = _tokens(turn.completion)
-        return len(told) > 0 and np.array_equal(prompt[: len(told)], told)
+        tokens = _tokens(turn.completion)
+        return len(tokens) > 0 and np.array_equal(prompt[: len(tokens)], tokens)
     n = len(turn.messages)
     return (
         len(messages) > n
-        and _answers(messages[n], turn.completion)
-        and tuple(messages[:n]) == turn.messages
+        and _is_answer(messages[n], turn.completion)
+        and all(map(_same, messages, turn.messages))
     )
 
 
-def _answers(message: Mapping[str, Any], c: Completion) -> bool:
-    """Whether `message` is this answer: the same text, and the same tool calls where it has any."""
+def _is_answer(message: Mapping[str, Any], c: Completion) -> bool:
+    """Return whether `message` has the text of this answer, and its tool calls if any."""
     if message.get("role") != "assistant" or (message.get("content") or "") != c.text:
         return False
     calls = message.get("tool_calls")
-    return not calls or [*map(_called, calls)] == [*map(_called, c.tool_calls)]
+    return not calls or _pairs(calls, c.tool_calls) is not None
+
+
+def _same(message: Mapping[str, Any], recorded: Mapping[str, Any]) -> bool:
+    """Whether two messages are equal but for what clients write differently: ids, the order of calls
+    and the JSON of their arguments.
+    """
+    if message == recorded:
+        return True
+    differing = {"tool_calls", "tool_call_id"}
+    names = message.keys() | recorded.keys()
+    return all(message.get(name) == recorded.get(name) for name in names - differing) and (
+        _pairs(message.get("tool_calls") or (), recorded.get("tool_calls") or ()) is not None
+    )
+
+
+def _pairs(
+    calls: Sequence[Mapping[str, Any]], recorded: Sequence[Mapping[str, Any]]
+) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]] | None:
+    """Pair each call with the recorded one that it equals; None where the calls differ."""
+    unpaired = [(_called(call), call) for call in recorded]
+    pairs = []
+    for call in calls:
+        called = _called(call)
+        match = next((i for i, (other, _) in enumerate(unpaired) if other == called), None)
+        if match is None:
+            return None
+        pairs.append((call, unpaired.pop(match)[1]))
+    return None if unpaired else pairs
 
 
 def _called(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Name and arguments, which clients that have read them write anew."""
+    """Return name and arguments of a call; clients may write the JSON of the arguments differently."""
     function = dict(call.get("function") or {})
     with contextlib.suppress(ValueError, TypeError, RecursionError):
         # a NaN is not equal to itself
-        function["arguments"] = json.loads(function.get("arguments", ""), parse_constant=str)
+        function["arguments"] = json.loads(function.get("arguments") or "{}", parse_constant=str)
     return function
 
 
-def seed_for(seed: int, *place: int | str) -> Callable[[int], int]:
-    """Gives, for turn 0, 1, ... of the run at `place` (batch, task, run), the seed in [0, 2**31):
-    blake2b over everything.
+def _as_recorded(turn: Turn, messages: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+    """Return `messages`, which continue `turn`, with calls and ids as the engine wrote them."""
+    n = len(turn.messages)
+    calls = [*turn.completion.tool_calls]
+    answer = messages[n]
+    if messages[:n] == turn.messages and answer.get("tool_calls", calls) == calls:
+        return messages
+    if answer.get("tool_calls"):
+        answer = {**answer, "tool_calls": calls}
+    recorded = (*turn.messages, answer)
+    ids: dict[Any, Any] = {}
+    for message, original in zip(messages, recorded, strict=False):
+        pairs = _pairs(message.get("tool_calls") or (), original.get("tool_calls") or ()) or ()
+        ids |= {call["id"]: match.get("id") for call, match in pairs if call.get("id")}
+    later = (
+        {**m, "tool_call_id": ids[m["tool_call_id"]]} if m.get("tool_call_id") in ids else m
+        for m in messages[n + 1 :]
+    )
+    restored: tuple[dict[str, Any], ...] = read_only((*recorded, *later))
+    return restored
 
-    The attempt is left out on purpose: a run that is played again draws the same tokens.
+
+def seed_for(seed: int, *place: int | str) -> Callable[[int], int]:
+    """Return the function from a turn of the run at `place` (batch, task, run) to its seed in
+    [0, 2**31).
+
+    Seeds do not depend on the attempt: a repeated run samples the same tokens.
     """
 
     def turn_seed(turn: int) -> int:

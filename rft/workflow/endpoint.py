@@ -1,12 +1,12 @@
-"""A server on loopback that speaks OpenAI's protocol, for agents that know nothing of us.
+"""A server on loopback with the APIs of OpenAI and Anthropic, for agents of any program.
 
     async with serve(ctx, task) as session:
         ...  an agent talks to session.base_url with session.api_key
     return ctx.transcript(layout="chains")
 
-One server serves all runs of the process that are open at a time; each run has a session of its
-own: an address with the run's id and a random key.  What goes through a run's session is recorded
-in its context, with the engine's own tokens and log-probs.
+One server serves all open runs of the process.  Each run has a session: an address with the run's
+id, and a random key.  The calls of a session are recorded in the run's context, with the engine's
+tokens and log-probs.
 
 Knows engines by their port alone.  Invariants: a key opens one session, and none after its run; a
 request touches no other run.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -29,10 +28,14 @@ from rft.errors import DiskFull, EngineFailed, RftError, RunFailed, SetupError
 from rft.secrets import http_log
 from rft.types.ports import ChatModel
 from rft.types.task import Task
+from rft.workflow import endpoint_answers as answers
 from rft.workflow import endpoint_wire as wire
 from rft.workflow.base import RunContext
+from rft.workflow.dialect_messages import COUNT, MESSAGES
+from rft.workflow.dialect_responses import RESPONSES
+from rft.workflow.endpoint_answers import Dialect
 from rft.workflow.endpoint_sessions import ModelSession, Rule, RunSession, Session, hashed, stopping
-from rft.workflow.endpoint_wire import ApiError
+from rft.workflow.endpoint_wire import ApiError, ApiRequest
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -40,28 +43,36 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 HEAD_S = 15.0  # for the head of a request, and for a connection between two of them
 BODY_S = 15.0
-# after which a stream begins although its answer is not there, and between two signs of life
+# after which a stream begins without its answer, and between two comments in it
 KEEP_ALIVE_S = 15.0
 _FULL_DISK_S = 10.0  # after which a client may try again
 _RUN_FAILED_S = 2.0
 MAX_RETRY_KEY = 200
 WRONG_KEY = (
-    "wrong key: send `Authorization: Bearer KEY` with the run's key, which ends with the run"
+    "wrong key: send `Authorization: Bearer KEY`, or `x-api-key: KEY`, with the run's key, which "
+    "ends with the run"
 )
 _CLOSE_S = 1.0  # for answers that are being written when the server closes
+DIALECTS = {
+    "/v1/chat/completions": answers.CHAT,
+    "/v1/completions": answers.TEXT,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+}
+_COUNT_PAGE = "/v1/messages/count_tokens"
 
 
 # ---------------------------------------------------------------- the server
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Raises SetupError where the port cannot be had."""
+    """Open a listening socket.  Raises SetupError where the port is not free."""
     try:
         return socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
         )
     except OSError as e:
-        where = f"{host}:{port} (explorer.proxy_port; of a model that observers ask: its base_port)"
+        where = f"{host}:{port} (explorer.proxy_port, or base_port of a model for observers)"
         raise SetupError(f"the OpenAI-compatible endpoint cannot listen on {where}: {e}") from e
 
 
@@ -76,11 +87,11 @@ class Endpoint:
         self._closing = False
 
     async def start(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Raises SetupError where the port cannot be had."""
+        """Listen.  Raises SetupError where the port is not free."""
         from aiohttp import web
 
         listener = listening(host, port)
-        app = web.Application(middlewares=[_in_openais_form()], client_max_size=wire.MAX_BYTES)
+        app = web.Application(middlewares=[_in_its_form()], client_max_size=wire.MAX_BYTES)
         self.routes(app.router)
         self._runner = web.AppRunner(
             app,
@@ -88,9 +99,9 @@ class Endpoint:
             logger=http_log("rft.endpoint.http"),
             shutdown_timeout=_CLOSE_S,
             handler_cancellation=True,
-            # closes a connection without a whole head, however often a byte comes
+            # closes a connection without a complete head, however slowly it sends
             keepalive_timeout=HEAD_S,
-            # a client that is still sending gets to read why its body was refused
+            # so that a client that is still sending can read the refusal
             lingering_time=BODY_S,
         )
         await self._runner.setup()
@@ -99,14 +110,15 @@ class Endpoint:
 
     def routes(self, router: web.UrlDispatcher) -> None:
         for prefix in ("", "/run/{run}"):
-            router.add_post(f"{prefix}/v1/chat/completions", partial(self._answer, chat=True))
-            router.add_post(f"{prefix}/v1/completions", partial(self._answer, chat=False))
+            for page, dialect in DIALECTS.items():
+                router.add_post(prefix + page, partial(self._answer, dialect=dialect))
+            router.add_post(prefix + _COUNT_PAGE, self._count_tokens)
             router.add_post(f"{prefix}/v1/reward", self._reward)
             router.add_get(f"{prefix}/v1/models", self._models)
             router.add_get(f"{prefix}/health", self._health)
 
     def add(self, session: Session) -> str:
-        """Opens `session`; its base URL for OpenAI clients."""
+        """Open `session` and return its base URL for OpenAI clients."""
         self._sessions[session.id] = self._keys[session.key_hash] = session
         return f"{self.address}/run/{session.id}/v1"
 
@@ -126,17 +138,17 @@ class Endpoint:
     # ------------------------------------------------------------ handlers
 
     def authenticate(self, request: web.Request) -> None:
-        """Raises ApiError where the request shows no key that counts."""
+        """Raises ApiError 401 for a request without a valid key."""
         self._session(request)
 
     async def respond(
-        self, request: web.Request, asked: wire.ApiRequest, retry_key: str
-    ) -> tuple[Session, wire.ApiAnswer]:
-        """Whose call it is, and its answer.  Raises ApiError where there is nobody, or it asks too
-        much.
+        self, request: web.Request, api_request: ApiRequest, retry_key: str
+    ) -> tuple[Session, answers.ApiAnswer]:
+        """Return the session of a request, and the answer.  Raises ApiError: 401 unknown key, 429
+        limits.
         """
         session = self._session(request)
-        return session, await session.answer(asked, retry_key)
+        return session, await session.answer(api_request, retry_key)
 
     def _session(self, request: web.Request) -> Session:
         run = request.match_info.get("run")
@@ -149,28 +161,36 @@ class Endpoint:
             raise ApiError(401, WRONG_KEY, code="invalid_api_key")
         return session
 
-    async def _answer(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, *, dialect: Dialect) -> web.StreamResponse:
         from aiohttp import web
 
         self.authenticate(request)  # before its body is read
-        asked = wire.read(await read_json(request), chat=chat)
-        answering = asyncio.ensure_future(self.respond(request, asked, _retry_key(request)))
+        api_request = dialect.read(await read_json(request))
+        answering = asyncio.ensure_future(self.respond(request, api_request, _retry_key(request)))
         try:
-            if asked.stream and not (await asyncio.wait({answering}, timeout=KEEP_ALIVE_S))[0]:
-                return await _late_stream(request, asked, answering, chat=chat)
+            if (
+                api_request.stream
+                and not (await asyncio.wait({answering}, timeout=KEEP_ALIVE_S))[0]
+            ):
+                return await _late_stream(request, api_request, answering, dialect)
             session, answer = await answering
         finally:
             answering.cancel()
-        headers = (
-            {"x-rft-ignored": ", ".join(ignored)} if (ignored := session.ignored(asked)) else {}
-        )
-        if asked.stream:
-            return web.Response(
-                body=_events(asked, answer, chat=chat), headers={**_STREAM, **headers}
-            )
-        return json_response(
-            (wire.chat_body if chat else wire.text_body)(asked, answer), headers=headers
-        )
+        ignored = session.ignored(api_request)
+        headers = {"x-rft-ignored": ", ".join(ignored)} if ignored else {}
+        if api_request.stream:
+            events = dialect.stream(api_request, answer)
+            return web.Response(body=events, headers={**_STREAM, **headers})
+        return json_response(dialect.body(api_request, answer), headers=headers)
+
+    async def count_tokens(self, request: web.Request, api_request: ApiRequest) -> int:
+        """Return the number of tokens of a prompt.  Raises ApiError as `respond` does."""
+        return await self._session(request).count_tokens(api_request)
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        self.authenticate(request)
+        api_request = COUNT.read(await read_json(request))
+        return json_response({"input_tokens": await self.count_tokens(request, api_request)})
 
     async def _reward(self, request: web.Request) -> web.Response:
         return json_response(await self._session(request).reward(await read_json(request)))
@@ -179,12 +199,10 @@ class Endpoint:
         self.authenticate(request)
         session = self._keys.get(key_of(request))
         name = session.name if isinstance(session, ModelSession) else "policy"
-        return json_response(
-            {
-                "object": "list",
-                "data": [{"id": name, "object": "model", "created": 0, "owned_by": "rft"}],
-            }
-        )
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "rft"}
+        model |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+        page = {"first_id": name, "last_id": name, "has_more": False}
+        return json_response({"object": "list", "data": [model], **page})
 
     async def _health(self, request: web.Request) -> web.Response:
         return json_response({"status": "ok"})
@@ -199,23 +217,14 @@ def json_response(body: Any, **more: Any) -> web.Response:
 _STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 
-def _events(asked: wire.ApiRequest, answer: wire.ApiAnswer, *, chat: bool) -> bytes:
-    """A whole answer as a stream."""
-    chunks = (wire.chat_chunks if chat else wire.text_chunks)(asked, answer)
-    return (
-        "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks).encode() + b"data: [DONE]\n\n"
-    )
-
-
 async def _late_stream(
     request: web.Request,
-    asked: wire.ApiRequest,
-    answering: asyncio.Future[tuple[Session, wire.ApiAnswer]],
-    *,
-    chat: bool,
+    api_request: ApiRequest,
+    answering: asyncio.Future[tuple[Session, answers.ApiAnswer]],
+    dialect: Dialect,
 ) -> web.StreamResponse:
-    """A stream that begins before its answer, so that nobody on the way takes it for dead; its
-    failure is an event.
+    """Stream comments until the answer, so that no proxy closes the connection; an error is an
+    event.
     """
     from aiohttp import web
 
@@ -226,28 +235,31 @@ async def _late_stream(
         await response.write(b": still\n\n")
     try:
         _, answer = answering.result()
-        await response.write(_events(asked, answer, chat=chat))
+        await response.write(dialect.stream(api_request, answer))
     except Exception as e:
-        await response.write(f"data: {json.dumps(_told(e, request.path).body)}\n\n".encode())
+        error = dialect.error_event(_api_error(e, request.path))
+        await response.write(answers.server_sent(error))
     await response.write_eof()
     return response
 
 
 def key_of(request: web.Request) -> str:
-    """Hash of the key that a request shows; empty: it shows none."""
+    """Return the hash of the key of a request; empty without a key."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    return hashed(key.strip()) if scheme.lower() == "bearer" else ""
+    if scheme.lower() != "bearer":
+        key = request.headers.get("x-api-key", "")
+    return hashed(key.strip()) if key else ""
 
 
 def _retry_key(request: web.Request) -> str:
     key = request.headers.get("Idempotency-Key", "")
-    # bytes that are no text are read as halves of characters
+    # bytes that are no text are read as surrogates
     if len(key) > MAX_RETRY_KEY or not key.isprintable():
-        why = (
+        text = (
             f"Idempotency-Key has {len(key)} characters; at most {MAX_RETRY_KEY} are taken, all "
             f"of them printable"
         )
-        raise ApiError(400, why, param="Idempotency-Key")
+        raise ApiError(400, text, param="Idempotency-Key")
     return key
 
 
@@ -260,7 +272,7 @@ async def read_json(request: web.Request) -> Any:
     return wire.parse(body)
 
 
-def _in_openais_form() -> Callable[..., Awaitable[web.StreamResponse]]:
+def _in_its_form() -> Callable[..., Awaitable[web.StreamResponse]]:
     from aiohttp import web
 
     @web.middleware
@@ -269,35 +281,41 @@ def _in_openais_form() -> Callable[..., Awaitable[web.StreamResponse]]:
             answered: web.StreamResponse = await handler(request)
             return answered
         except web.HTTPException as e:  # no such page, a body that is too large
-            served = (
-                "; of OpenAI's API this serves /v1/chat/completions and /v1/completions"
-                if e.status == 404
-                else ""
-            )
+            served = f"; this serves {', '.join(DIALECTS)}" if e.status == 404 else ""
             error = ApiError(e.status, f"{request.method} {request.path}: {e.reason}{served}")
         except Exception as e:
-            error = _told(e, request.path)
-        return web.json_response(error.body, status=error.status, headers=error.headers)
+            error = _api_error(e, request.path)
+        dialect = _dialect_of(request)
+        status = dialect.statuses.get(error.status, error.status)
+        return web.json_response(dialect.error(error), status=status, headers=error.headers)
 
     return middleware
 
 
-def _told(error: Exception, path: str) -> ApiError:
-    """What a client hears of an error."""
+def _dialect_of(request: web.Request) -> Dialect:
+    """Return the dialect of an address, for its errors."""
+    if "anthropic-version" in request.headers:
+        return MESSAGES
+    page = "/v1" + request.path.rpartition("/v1")[2]
+    return MESSAGES if page == _COUNT_PAGE else DIALECTS.get(page, answers.CHAT)
+
+
+def _api_error(error: Exception, path: str) -> ApiError:
+    """Return the answer to a client for an error."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, DiskFull):
-        why = f"nothing can be stored now, so nothing is answered: {error}"
-        return ApiError(503, why, code="disk_full", retry_s=_FULL_DISK_S)
+        text = f"nothing can be stored now, so nothing is answered: {error}"
+        return ApiError(503, text, code="disk_full", retry_s=_FULL_DISK_S)
     if isinstance(error, EngineFailed):
         return ApiError(503, f"the engine failed: {error}", code="engine_failed", retry_s=1.0)
     if isinstance(error, RunFailed):
         log.warning("a call of %s failed: %s", path, error)
-        why = (
+        text = (
             "a part of the run has failed; send this again: it counts once, and is answered when "
             "the run was started again"
         )
-        return ApiError(503, why, code="run_failed", retry_s=_RUN_FAILED_S)
+        return ApiError(503, text, code="run_failed", retry_s=_RUN_FAILED_S)
     if isinstance(error, RftError):
         return ApiError(500, f"the run failed: {error}")
     log.warning("a call of %s failed", path, exc_info=error)
@@ -326,20 +344,21 @@ _CLOSING: set[asyncio.Task[None]] = set()
 
 @asynccontextmanager
 async def shared() -> AsyncIterator[Endpoint]:
-    """The server of this event loop.  It is there while somebody uses it."""
+    """The server of this event loop, open while there are users."""
     loop = asyncio.get_running_loop()
-    if (mine := _SHARED.get(loop)) is None:
-        mine = _SHARED[loop] = _Shared()
-    mine.users += 1
+    server = _SHARED.get(loop)
+    if server is None:
+        server = _SHARED[loop] = _Shared()
+    server.users += 1
     try:
-        await asyncio.shield(mine.ready)
-        yield mine.endpoint
+        await asyncio.shield(server.ready)
+        yield server.endpoint
     finally:
-        mine.users -= 1
-        if mine.users == 0:
-            if _SHARED.get(loop) is mine:
+        server.users -= 1
+        if server.users == 0:
+            if _SHARED.get(loop) is server:
                 del _SHARED[loop]
-            closing = asyncio.ensure_future(mine.shut())
+            closing = asyncio.ensure_future(server.shut())
             _CLOSING.add(closing)
             closing.add_done_callback(_CLOSING.discard)
             await asyncio.shield(closing)
@@ -349,7 +368,7 @@ async def shared() -> AsyncIterator[Endpoint]:
 async def serve(
     ctx: RunContext, task: Task, *, sampling: Rule = "taskset", agent_reward: bool = False
 ) -> AsyncIterator[RunSession]:
-    """A session for one run; it is shut, and its open calls end, when the block is left.
+    """Open a session for one run; leaving the block closes it and ends its calls.
 
     `agent_reward`: a posted reward counts also where the taskset has one.
     """
@@ -380,10 +399,9 @@ async def serve_models(
 async def public(
     model: ChatModel, name: str, *, port: int | None, key: str | None
 ) -> AsyncIterator[dict[str, str]]:
-    """A server of its own for observers; {base_url, api_key} for OpenAI clients.  `key` None: a
-    random one.  Nothing is recorded.
+    """Serve one model to observers, unrecorded; yields {base_url, api_key} for OpenAI clients.
 
-    Raises SetupError where the port is taken.
+    `port`, `key` None: random ones.  Raises SetupError where the port is not free.
     """
     endpoint = Endpoint()
     await endpoint.start(port=port or 0)

@@ -1,8 +1,7 @@
-"""What a key of the endpoint opens: a session with a model, recorded (a run's) or not (observers,
+"""Sessions with a model, one for each key of the endpoint: recorded (a run's) or not (observers,
 judges behind an OpenAI client).
 
-Knows no HTTP.  Invariant: what a session has answered is recorded in its context, or it was not
-answered.
+Knows no HTTP.  Invariant: every answer of a run's session is recorded in its context.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import hashlib
 import re
 import secrets
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -19,20 +19,21 @@ import msgspec
 from rft.engine.base import PromptTooLong
 from rft.errors import RftError
 from rft.reward.base import checked
-from rft.types.completion import Completion, Score, Turn
+from rft.types.completion import Completion, Score, Turn, without_reasoning
 from rft.types.ports import ChatModel, GenerateRequest
 from rft.types.task import SamplingArgs, Task
 from rft.workflow.base import RunContext, seed_for
-from rft.workflow.endpoint_wire import ApiAnswer, ApiError, ApiRequest
+from rft.workflow.endpoint_answers import ApiAnswer, usage
+from rft.workflow.endpoint_wire import ApiError, ApiRequest, in_call_order
 
 T = TypeVar("T")
 Rule = Literal["taskset", "request"]
-"""Whose sampling arguments a call has: the taskset's (training stays on-policy), or the request's
-where it names some.
+"""The sampling arguments of a call: the taskset's (training stays on-policy), or the request's where
+it sets some.
 """
-# of a request, applied also where the taskset's arguments win
+# of a request, applied also with the rule "taskset"
 HARMLESS = frozenset({"max_tokens", "stop", "seed"})
-_TEXT = "{{ messages[0]['content'] }}"  # a chat template that is the text itself
+_TEXT = "{{ messages[0]['content'] }}"  # a chat template that adds nothing
 _CLOSE_S = 1.0  # for what is still under way when a session closes
 
 
@@ -42,13 +43,13 @@ def new_key() -> str:
 
 
 def hashed(key: str) -> str:
-    """SHA-256, as hex: enough for random keys, which nobody guesses."""
+    """SHA-256, as hex: enough for random keys."""
     # a header may hold any bytes
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 async def understood(work: Awaitable[T]) -> T:
-    """Errors of engines as answers in OpenAI's form."""
+    """Await a call; an engine's errors become ApiError."""
     try:
         return await work
     except PromptTooLong as e:
@@ -58,49 +59,78 @@ async def understood(work: Awaitable[T]) -> T:
 
 
 def stopping() -> ApiError:
-    """What a client hears whose server stops, which may be started again."""
+    """The answer of a server that stops and may be started again."""
     return ApiError(
         503, "the service stops; send this again: it counts once", code="stopping", retry_s=2.0
     )
 
 
 class Session:
-    """What one key opens: a model, and the calls under way.  `name` is the model's name in
-    /v1/models.
-    """
+    """A model behind one key, and the calls under way.  `name`: the model's in /v1/models."""
 
     def __init__(self, name: str, *, id: str = "", key: str = "", key_hash: str = "") -> None:
-        """`key_hash`: of a key that is not known here."""
+        """`key_hash`: of a key that is stored elsewhere."""
         self.name = name
         self.key = key or ("" if key_hash else new_key())
         self.key_hash = key_hash or hashed(self.key)
         self.id = id or re.sub(r"[^A-Za-z0-9._-]", "-", name)[:80] + "-" + secrets.token_hex(4)
-        self.open = True  # `stopped`: not the session is over, but its server
-        self.stopped = False
+        self.open = True
+        self.stopped = False  # its server was closed, not the session
         self._calls: set[asyncio.Future[Any]] = set()
+        self.answered: dict[str, Turn] = {}  # of recorded calls: the last answer by its id
 
-    async def complete(self, asked: ApiRequest) -> list[Completion]:
+    async def answer(self, request: ApiRequest, retry_key: str) -> ApiAnswer:
+        """Answer a request.  `retry_key`: its Idempotency-Key; only sessions that store answers use
+        it.
+        """
         raise NotImplementedError
 
-    async def answer(self, asked: ApiRequest, retry_key: str) -> ApiAnswer:
-        """What is sent back.  `retry_key`: the request's Idempotency-Key; a session without a
-        memory generates anew.
-        """
-        completions = await self.call(understood(self.complete(asked)))
-        if any(c.finish_reason == "abort" for c in completions):
-            raise ApiError(503, "the engine aborted this call")
-        return ApiAnswer(completions=completions)
+    async def count_tokens(self, request: ApiRequest) -> int:
+        """Return the number of tokens of a prompt, by an unrecorded answer of one token."""
+        short = replace(self.continued(request), sampling={"max_tokens": 1})
+        try:
+            return usage(await self.call(understood(self.probe(short))), 1)["prompt_tokens"]
+        except ApiError as e:
+            if isinstance(e.__cause__, PromptTooLong):
+                return e.__cause__.tokens
+            raise
 
-    def ignored(self, asked: ApiRequest) -> list[str]:
-        """Sampling fields of the request that are not applied."""
-        return []
+    async def probe(self, request: ApiRequest) -> list[Completion]:
+        """Return unrecorded answers."""
+        raise NotImplementedError
+
+    def continued(self, request: ApiRequest) -> ApiRequest:
+        """Return a request with the conversation up to its `previous` answer.  Raises ApiError 400
+        for an answer that is not this session's.
+        """
+        if not request.previous:
+            return request
+        if (turn := self.answered.get(request.previous)) is None:
+            text = f"previous_response_id: this session has no answer {request.previous[:80]!r}"
+            raise ApiError(
+                400, text, param="previous_response_id", code="previous_response_not_found"
+            )
+        earlier = turn.messages[1 if request.without_instructions else 0 :]
+        answer = without_reasoning([turn.completion.message])
+        system = [{"role": "system", "content": request.instructions}]
+        messages = (
+            *(system if request.instructions else ()),
+            *earlier,
+            *answer,
+            *request.messages,
+        )
+        return replace(request, messages=in_call_order(messages), previous="")
+
+    def ignored(self, request: ApiRequest) -> list[str]:
+        """Fields of the request that are not applied."""
+        return sorted(request.ignored)
 
     async def reward(self, body: Any) -> dict[str, Any]:
-        """Takes a reward; what is answered."""
+        """Take a posted reward and return the answer."""
         raise ApiError(404, "this is not the session of a run: there is nothing to reward")
 
     async def call(self, work: Awaitable[T]) -> T:
-        """The result of `work`, which ends with the session and with whoever waits for it."""
+        """Return the result of `work`, which is cancelled with the session and with the caller."""
         job = asyncio.ensure_future(work)
         self._calls.add(job)
         try:
@@ -131,28 +161,33 @@ class ModelSession(Session):
         super().__init__(name, key=key)
         self._model = model
         self._sampling = sampling or SamplingArgs(max_tokens=1024)
-        self._asked = 0
+        self._calls_made = 0
 
-    async def complete(self, asked: ApiRequest) -> list[Completion]:
-        sampling = msgspec.structs.replace(self._sampling, **asked.sampling)
+    async def answer(self, request: ApiRequest, retry_key: str) -> ApiAnswer:
+        completions = await self.call(understood(self.probe(self.continued(request))))
+        if any(c.finish_reason == "abort" for c in completions):
+            raise ApiError(503, "the engine aborted this call")
+        return ApiAnswer(completions=completions)
+
+    async def probe(self, request: ApiRequest) -> list[Completion]:
+        sampling = msgspec.structs.replace(self._sampling, **request.sampling)
         requests = []
-        for given in _prompts(asked, asked.tools or ()):
-            self._asked += 1
+        for prompt in _prompts(request, request.tools or ()):
+            self._calls_made += 1
             requests.append(
                 GenerateRequest(
-                    **given, sampling=sampling, request_id=f"api-{self.id}-{self._asked}"
+                    **prompt, sampling=sampling, request_id=f"api-{self.id}-{self._calls_made}"
                 )
             )
-        found = await asyncio.gather(*(self._model.generate(r) for r in requests))
-        return [c for some in found for c in some]
+        answers = await asyncio.gather(*(self._model.generate(r) for r in requests))
+        return [completion for answer in answers for completion in answer]
 
 
 class RunSession(Session):
     """The policy, for one run: calls are recorded, rewards are taken.
 
-    `failure`: an error of the engine that no agent can do anything about; `score`: what was posted
-    for the whole run; `unused`: a reward that was posted and does not count, because the taskset
-    has one and `agent_reward` does not say otherwise.
+    `failure`: an error of the engine; `score`: posted for the whole run; `unused`: a posted reward
+    that does not count, because the taskset has a reward and `agent_reward` is not set.
     """
 
     def __init__(
@@ -172,41 +207,52 @@ class RunSession(Session):
     def api_key(self) -> str:
         return self.key
 
-    def ignored(self, asked: ApiRequest) -> list[str]:
-        return sorted(asked.sampling.keys() - HARMLESS) if self._rule == "taskset" else []
+    def ignored(self, request: ApiRequest) -> list[str]:
+        sampling = request.sampling.keys() - HARMLESS if self._rule == "taskset" else ()
+        return sorted({*request.ignored, *sampling})
 
-    async def complete(self, asked: ApiRequest) -> list[Completion]:
+    async def answer(self, request: ApiRequest, retry_key: str) -> ApiAnswer:
+        turns = await self.call(understood(self._recorded(request)))
+        answer = ApiAnswer(completions=[t.completion for t in turns])
+        self.answered[answer.id] = turns[-1]
+        return answer
+
+    async def _recorded(self, request: ApiRequest) -> list[Turn]:
         try:
-            turns = await self.generate(asked)
+            turns = await self.generate(request)
         except RftError as e:
             if not self.failure.done():
                 self.failure.set_exception(e)
             raise
         for turn in turns:
             self._ctx.record(turn)
-        return [t.completion for t in turns]
+        return turns
 
-    async def generate(self, asked: ApiRequest) -> list[Turn]:
-        """One turn for each answer, not recorded yet."""
+    async def probe(self, request: ApiRequest) -> list[Completion]:
+        return [t.completion for t in await self.generate(request, numbered=False)]
+
+    async def generate(self, request: ApiRequest, *, numbered: bool = True) -> list[Turn]:
+        """Return one turn for each answer, unrecorded; `numbered`: it is a call of the run."""
+        request = self.continued(request)
         overrides = {
-            k: v for k, v in asked.sampling.items() if self._rule == "request" or k in HARMLESS
+            k: v for k, v in request.sampling.items() if self._rule == "request" or k in HARMLESS
         }
-        if self._rule == "taskset":  # an answer may end earlier than there, not later
+        if self._rule == "taskset":  # an answer may be shorter, not longer
             rule = self._task.sampling
             overrides["max_tokens"] = min(
                 overrides.get("max_tokens", rule.max_tokens), rule.max_tokens
             )
             overrides["stop"] = (*rule.stop, *overrides.get("stop", ()))
-        # with the run's own: runs of a task that are alike have nothing to be compared by
+        # mixed with a seed of the run, so that the runs of a task differ
         if "seed" in overrides:
-            own = self.id if self._ctx.seed is None else self._ctx.seed(0)
-            overrides["seed"] = seed_for(overrides["seed"], own)(0)
+            run_seed = self.id if self._ctx.seed is None else self._ctx.seed(0)
+            overrides["seed"] = seed_for(overrides["seed"], run_seed)(0)
         turns: list[Turn] = []
-        for given in _prompts(asked, asked.tools):
-            request = self._ctx.request(**given, **overrides)
-            done = await self._ctx.policy.generate(request)
+        for prompt in _prompts(request, request.tools):
+            call = self._ctx.request(**prompt, numbered=numbered, **overrides)
+            completions = await self._ctx.policy.generate(call)
             turns += [
-                Turn(messages=request.messages, tools=request.tools, completion=c) for c in done
+                Turn(messages=call.messages, tools=call.tools, completion=c) for c in completions
             ]
         if any(t.completion.finish_reason == "abort" for t in turns):
             raise ApiError(
@@ -253,15 +299,15 @@ class RunSession(Session):
             raise ApiError(400, str(e), param="reward") from None
         if self._counts:
             return {"object": "reward", "status": "ok"}
-        why = (
+        reason = (
             "the taskset has a reward, which scores this run; workflow_args.agent_reward: true "
             "lets the agent's count"
         )
-        return {"object": "reward", "status": "ignored", "reason": why}
+        return {"object": "reward", "status": "ignored", "reason": reason}
 
     async def watch(self, work: Awaitable[T]) -> T:
-        """The result of `work`; an error that the engine had for one of its calls ends it and is
-        raised instead.
+        """Return the result of `work`; an engine's error in one of its calls cancels it and is
+        raised.
         """
         job = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {job, self.failure}
@@ -285,16 +331,16 @@ class RunSession(Session):
             self.failure.cancel()
 
 
-def _prompts(asked: ApiRequest, tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """For each prompt what an engine is asked, but for sampling."""
-    args = asked.chat_template_args
-    more = {"n": asked.n, "chat_template_args": args, "strict_template_args": tuple(args)}
-    if asked.messages:
-        return [{"messages": asked.messages, "tools": tools, **more}]
-    found: list[dict[str, Any]] = []
-    for p in asked.prompts:
-        text = {"messages": ({"role": "user", "content": p},), "chat_template": _TEXT}
-        found.append(
-            {**(text if isinstance(p, str) else {"prompt_tokens": p}), "tools": (), **more}
-        )
-    return found
+def _prompts(request: ApiRequest, tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Return the arguments of `RunContext.request` for each prompt, without sampling."""
+    args = request.chat_template_args
+    common = {"n": request.n, "chat_template_args": args, "strict_template_args": tuple(args)}
+    if request.messages:
+        return [{"messages": request.messages, "tools": tools, **common}]
+    prompts: list[dict[str, Any]] = []
+    for p in request.prompts:
+        prompt: dict[str, Any] = {"prompt_tokens": p}
+        if isinstance(p, str):
+            prompt = {"messages": ({"role": "user", "content": p},), "chat_template": _TEXT}
+        prompts.append({**prompt, "tools": (), **common})
+    return prompts

@@ -1,8 +1,7 @@
-"""OpenAI's request and answer bodies, as far as they are served: what is asked is a pydantic model,
-nothing is dropped in silence.
+"""Check and read the bodies of requests, as far as they are served; those of OpenAI's chat and text
+completions whole.
 
-Knows no server and no engine.  Invariant: a request is understood wholly or refused with the name
-of the field.
+Knows no server and no engine.  Invariant: every field of a request is applied, or refused by name.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -21,7 +18,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from rft.files.strict_json import no_key_twice
-from rft.types.completion import Completion
 from rft.types.task import plain_text
 
 MAX_BYTES = 16 << 20  # of a body
@@ -30,14 +26,14 @@ MAX_DEPTH = 64
 MAX_N = 128
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1000
-# the last one may not be closed
+# texts of JSON, also an unclosed last one
 _TEXTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _BRACKETS = re.compile(rb"[\[\]{}]")
-_TOLD = 80  # characters of a wrong value that are repeated
+_SHOWN = 80  # characters of a wrong value in a message
 _MOST = (1 << 31) - 1
 _MOST_SEED = (1 << 62) - 1
 _UNSUPPORTED = "unsupported_parameter"
-_UNCONSTRAINED = (
+UNCONSTRAINED = (
     "not served, because answers are recorded as they were sampled, without "
     "constraints; leave it out"
 )
@@ -45,7 +41,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class ApiError(Exception):
-    """An answer in OpenAI's error form."""
+    """An answer that is an error; `body` is OpenAI's form."""
 
     def __init__(
         self,
@@ -82,16 +78,18 @@ class ApiError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ApiRequest:
-    """A checked request.  `prompts`: texts or token ids of /v1/completions; else `messages` are
-    set.
+    """A checked request: `prompts` of /v1/completions, texts or token ids, or `messages`.
 
-    `sampling` holds fields of SamplingArgs that the request names.
+    `sampling`: the fields of SamplingArgs that the request sets; `tools` None: not set.
+    `previous`: id of the answer that `messages` continue, behind other `instructions`; those of its
+    own request are left out if it had any (`without_instructions`).  `ignored`: fields that are not
+    applied.  `echo`: fields that the answer repeats.
     """
 
     model: str
     messages: tuple[dict[str, Any], ...] = ()
     prompts: tuple[str | tuple[int, ...], ...] = ()
-    tools: tuple[dict[str, Any], ...] | None = None  # None: not named
+    tools: tuple[dict[str, Any], ...] | None = None
     n: int = 1
     stream: bool = False
     usage_in_stream: bool = False
@@ -99,30 +97,24 @@ class ApiRequest:
     token_ids: bool = False
     chat_template_args: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ApiAnswer:
-    """What a request got; `id` and `created` (epoch seconds) are the same when it is sent again."""
-
-    completions: Sequence[Completion]
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    created: float = field(default_factory=time.time)
+    previous: str = ""
+    instructions: str = ""
+    without_instructions: bool = False
+    ignored: tuple[str, ...] = ()
+    echo: dict[str, Any] = field(default_factory=dict)
 
 
 def parse(body: bytes) -> Any:
-    """The JSON value of a body.  Raises ApiError 413 or 400 before more is made of it than its
-    bytes.
-    """
+    """Parse a body as JSON.  Raises ApiError 413 or 400, for too large ones before parsing."""
     if len(body) > MAX_BYTES:
         raise ApiError(413, f"the body has {len(body)} bytes; at most {MAX_BYTES} are taken")
     opened = body.count(b"[") + body.count(b"{")
-    # else it cannot be too large or too deep
+    # the count of brackets is an upper bound of depth and size
     if opened > MAX_DEPTH or opened + body.count(b",") > MAX_VALUES:
         _check_size(_TEXTS.sub(b"", body))
     try:
         value = json.loads(body.decode(), parse_constant=_no_number, object_pairs_hook=no_key_twice)
-        # halves of characters and numbers beyond 64 bits fit into no record
+        # surrogates and numbers beyond 64 bits cannot be stored
         msgspec.msgpack.encode(value)
         return value
     except (ValueError, OverflowError, RecursionError) as e:
@@ -130,9 +122,7 @@ def parse(body: bytes) -> Any:
 
 
 def _check_size(structure: bytes) -> None:
-    """Raises ApiError 413 for too many values, or too deep ones; `structure` is a body without its
-    texts.
-    """
+    """Raises ApiError 413 for too many or too deep values; `structure`: a body without its texts."""
     opened = structure.count(b"[") + structure.count(b"{")
     if structure.count(b"]") + structure.count(b"}") > opened:
         raise ApiError(400, "the body is not JSON: it closes more lists and objects than it opens")
@@ -153,187 +143,211 @@ def _no_number(name: str) -> Any:
 # ---------------------------------------------------------------- requests
 
 
-def checked(model: type[M], body: Any) -> M:
-    """`body` as `model`.  Raises ApiError 400 that names the first wrong field, what was given and
-    what is taken.
+def checked(model: type[M], body: Any, *, also: Iterable[str] = ()) -> M:
+    """Return `body` as `model`.  Raises ApiError 400 that names the first wrong field, its value and
+    what is allowed; `also`: further fields that the caller takes.
     """
     try:
         return model.model_validate(body)
     except ValidationError as e:
         first = e.errors(include_url=False)[0]
-    where = _where(first["loc"])
+    loc = _without_tags(body, first["loc"])
+    where = _path(loc)
     kind = first["type"]
-    text = {
-        "extra_forbidden": f"unknown field {where}; this takes {', '.join(model.model_fields)}",
-        "missing": f"{where} is required",
-    }.get(
-        kind,
-        f"{where or 'the body'} is {_shown(first['input'])}: "
-        f"{first['msg'][:1].lower()}{first['msg'][1:]}",
-    )
-    code = {"extra_forbidden": "unknown_parameter", _UNSUPPORTED: _UNSUPPORTED}.get(kind)
-    raise ApiError(400, text[:1000], param=_param(first["loc"]), code=code)
+    code = None
+    if kind == "extra_forbidden":
+        code = "unknown_parameter"
+        text = f"unknown field {where}; this takes {', '.join((*model.model_fields, *also))}"
+    elif kind == "missing":
+        text = f"{where} is required"
+    elif kind == "union_tag_invalid":
+        code = _UNSUPPORTED
+        named = first["ctx"]["discriminator"].strip("'")
+        text = f"{where}.{named} is {first['ctx']['tag'][:_SHOWN]!r}: this takes "
+        text += f"{first['ctx']['expected_tags']}; images, sound, files and tools of the server are not served"
+    else:
+        text = f"{where or 'the body'} is {json.dumps(first['input'])[:_SHOWN]}: "
+        text += f"{first['msg'][:1].lower()}{first['msg'][1:]}"
+        if kind == _UNSUPPORTED:
+            code = kind
+    raise ApiError(400, text[:1000], param=_param(loc), code=code)
 
 
-def _where(loc: Sequence[str | int]) -> str:
+def _without_tags(value: Any, loc: Sequence[str | int]) -> list[str | int]:
+    """Return a path without the names of kinds that pydantic adds to it."""
+    path: list[str | int] = []
+    for i, part in enumerate(loc, 1):
+        in_list = isinstance(value, list) and isinstance(part, int)
+        if in_list or (isinstance(value, dict) and part in value):
+            value = value[part]
+        elif i < len(loc):  # the last one may be missing
+            continue
+        path.append(part)
+    return path
+
+
+def _path(loc: Sequence[str | int]) -> str:
     """messages[0].content"""
     return "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part[:_TOLD]}" for part in loc
+        f"[{part}]" if isinstance(part, int) else f".{part[:_SHOWN]}" for part in loc
     ).lstrip(".")
 
 
 def _param(loc: Sequence[str | int]) -> str | None:
-    """Of what is wrong in an item of a list the item, but for what a message says."""
+    """Return the path of the list item that is wrong, of a message that of its content."""
     items = [i for i, part in enumerate(loc) if isinstance(part, int)]
-    return _where(loc if not items or loc[-1] == "content" else loc[: items[-1] + 1]) or None
+    return _path(loc if not items or loc[-1] == "content" else loc[: items[-1] + 1]) or None
 
 
-def _shown(value: Any) -> str:
-    return json.dumps(value)[:_TOLD]
-
-
-def _wrong(text: str, kind: str = "wrong") -> PydanticCustomError:
+def wrong(text: str, kind: str = "wrong") -> PydanticCustomError:
     return PydanticCustomError(kind, text)  # type: ignore[arg-type]  # pydantic wants literals, to translate them
 
 
-def _neutral(*values: Any, why: str = _UNCONSTRAINED) -> AfterValidator:
-    """The only values of a field; by default of one that would constrain the answer."""
+def only(*values: Any, reason: str) -> AfterValidator:
+    """Allow these values of a field alone."""
 
-    def check(given: Any) -> Any:
-        if given not in values:
-            raise _wrong(why, _UNSUPPORTED)
-        return given
+    def check(value: Any) -> Any:
+        if value not in values:
+            raise wrong(reason, _UNSUPPORTED)
+        return value
 
     return AfterValidator(check)
 
 
-def _text(given: Any) -> str:
-    if (text := plain_text(given)) is not None:
+def text_of(content: Any) -> str:
+    if (text := plain_text(content)) is not None:
         return text
-    raise _wrong("it must be a text or a list of text parts; images and sound are not served")
+    raise wrong("it must be a text or a list of text parts; images and sound are not served")
 
 
-def _stops(given: Any) -> tuple[str, ...]:
-    stops = [given] if isinstance(given, str) else given
+def stops(stop: Any) -> tuple[str, ...]:
+    texts = [stop] if isinstance(stop, str) else stop
     if (
-        isinstance(stops, list)
-        and len(stops) <= MAX_STOPS
-        and all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARS for s in stops)
+        isinstance(texts, list)
+        and len(texts) <= MAX_STOPS
+        and all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS for text in texts)
     ):
-        return tuple(stops)
-    raise _wrong(
+        return tuple(texts)
+    raise wrong(
         f"it must be a text or a list of at most {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARS} "
         f"characters"
     )
 
 
-def _prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
-    several = (
-        given if isinstance(given, list) and given and isinstance(given[0], list | str) else [given]
-    )
-    if len(several) > MAX_N:
-        raise _wrong(f"it has {len(several)} prompts; at most {MAX_N} are taken")
-    return tuple(_prompt(p) for p in several)
+def _prompts(prompt: Any) -> tuple[str | tuple[int, ...], ...]:
+    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str)
+    prompts = prompt if several else [prompt]
+    if len(prompts) > MAX_N:
+        raise wrong(f"it has {len(prompts)} prompts; at most {MAX_N} are taken")
+    return tuple(map(_prompt, prompts))
 
 
-def _prompt(given: Any) -> str | tuple[int, ...]:
-    if isinstance(given, str) and given:
-        return given
-    if isinstance(given, list) and given and all(type(t) is int and 0 <= t <= _MOST for t in given):
-        return tuple(given)
-    raise _wrong(
+def _prompt(prompt: Any) -> str | tuple[int, ...]:
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    tokens = prompt if isinstance(prompt, list) else []
+    if tokens and all(type(token) is int and 0 <= token <= _MOST for token in tokens):
+        return tuple(tokens)
+    raise wrong(
         f"it must be a text, a list of token ids (whole numbers from 0 to {_MOST}), or a list of "
         f"these"
     )
 
 
-def _spoken(given: Any) -> Any:
-    if not isinstance(given, str | dict):
-        raise _wrong("it must be JSON text or an object")
-    return given
+def _arguments(arguments: Any) -> Any:
+    if not isinstance(arguments, str | dict):
+        raise wrong("it must be JSON text or an object")
+    return arguments
 
 
-def _not_zero(given: int) -> int:
-    if given == 0:
-        raise _wrong("it must be -1, for all tokens, or at least 1")
-    return given
+def _not_zero(top_k: int) -> int:
+    if top_k == 0:
+        raise wrong("it must be -1, for all tokens, or at least 1")
+    return top_k
 
 
-class _Part(BaseModel):
-    """Clients fill it with more than what is read here."""
+class Part(BaseModel):
+    """A part of a body; clients add fields that are not read here."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
-class CalledFunction(_Part):
+class CalledFunction(Part):
     name: str
-    arguments: Annotated[Any, AfterValidator(_spoken)] = "{}"
+    arguments: Annotated[Any, AfterValidator(_arguments)] = "{}"
 
 
-class ApiToolCall(_Part):
+class ApiToolCall(Part):
     id: str | None = None
     function: CalledFunction
 
-    def plain(self) -> dict[str, Any]:
-        return {"id": self.id or "", "type": "function", "function": self.function.model_dump()}
 
-
-class Message(_Part):
+class Message(Part):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_text)] = ""
+    content: Annotated[str, BeforeValidator(text_of)] = ""
     tool_calls: list[ApiToolCall] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     function_call: Annotated[
-        Any, _neutral(None, {}, why="this is the older form; use tool_calls")
+        Any, only(None, {}, reason="this is the older form; use tool_calls")
     ] = None
     weight: Annotated[
         Any,
-        _neutral(None, 1, why="every recorded answer is trained; a run without a reward is not"),
+        only(None, 1, reason="every recorded answer is trained; a run without a reward is not"),
     ] = None
 
-    def plain(self) -> dict[str, Any]:
-        """In one form, so that what a client sends back is equal to what it was given: content a
-        text, no empty fields.
+    def normalized(self) -> dict[str, Any]:
+        """Return the message in one form, equal to the answer that a client got: content a text, no
+        empty fields.
         """
-        made: dict[str, Any] = {
+        message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.content,
         }
         if self.tool_calls:
-            made["tool_calls"] = [call.plain() for call in self.tool_calls]
-        return made | {
-            k: v for k, v in (("name", self.name), ("tool_call_id", self.tool_call_id)) if v
-        }
+            message["tool_calls"] = [
+                {"id": call.id or "", "type": "function", "function": call.function.model_dump()}
+                for call in self.tool_calls
+            ]
+        if self.name:
+            message["name"] = self.name
+        if self.tool_call_id:
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
-class Function(_Part):
+class Function(Part):
     name: str
     parameters: dict[str, Any] | None = None
 
 
-class ApiTool(_Part):
+class ApiTool(Part):
     type: Literal["function"]
     function: Function
 
 
-Temperature = Annotated[float, Field(ge=0, le=100)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=1, le=_MOST)]
 
 
-class Sampling(BaseModel):
-    """How tokens are drawn; None: not named."""
+class ApiBody(BaseModel):
+    """Fields of all dialects; None: not set."""
 
     model_config = ConfigDict(
         strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
     )
 
-    temperature: Temperature | None = None
+    model: str = "policy"
+    stream: bool = False
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+
+
+class Sampling(ApiBody):
+    """Sampling arguments; None: not set."""
+
     top_k: Annotated[int, Field(ge=-1, le=_MOST), AfterValidator(_not_zero)] | None = None
-    min_p: Share | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
@@ -341,64 +355,52 @@ class Sampling(BaseModel):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     seed: Annotated[int, Field(ge=0, le=_MOST_SEED)] | None = None
-    stop: Annotated[Any, AfterValidator(_stops)] = None
+    stop: Annotated[Any, AfterValidator(stops)] = None
     ignore_eos: bool | None = None
 
-    def named(self) -> dict[str, Any]:
-        """The fields of SamplingArgs that it names."""
-        found = self.model_dump(include=set(Sampling.model_fields), exclude_unset=True)
-        return found | (
-            {"max_tokens": found.pop("max_completion_tokens")}
-            if "max_completion_tokens" in found
-            else {}
-        )
+    def sampling_args(self) -> dict[str, Any]:
+        """Return the fields of SamplingArgs that are set."""
+        names = Sampling.model_fields.keys() - {"model", "stream"}
+        args = self.model_dump(include=names, exclude_unset=True)
+        if "max_completion_tokens" in args:
+            args["max_tokens"] = args.pop("max_completion_tokens")
+        return args
+
+
+# do not change the answer
+IGNORED = (
+    "user",
+    "metadata",
+    "store",
+    "safety_identifier",
+    "prompt_cache_key",
+    "service_tier",
+    "return_tokens_as_token_ids",
+    "timeout",
+)
+# would constrain the answer, except with these values
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "logit_bias": ({},),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "add_special_tokens": (False,),
+    "response_format": ({"type": "text"},),
+    "parallel_tool_calls": (True,),
+    "top_logprobs": (0,),
+    "modalities": (["text"],),
+    "tool_choice": ("auto", "none"),
+}
 
 
 class Body(Sampling):
-    """What both addresses take.  Fields of type Any say nothing about the answer, or are taken with
-    their neutral values alone.
-    """
+    """Fields of both addresses, besides IGNORED and NEUTRAL."""
 
-    model: str = "policy"
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
-    stream: bool = False
     stream_options: dict[str, Any] = {}
     chat_template_kwargs: dict[str, Any] = {}
     return_token_ids: bool = False
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    service_tier: Any = None
-    return_tokens_as_token_ids: Any = None
-    timeout: Any = None
-    logit_bias: Annotated[Any, _neutral({})] = None
-    echo: Annotated[Any, _neutral(False)] = None
-    best_of: Annotated[Any, _neutral(1)] = None
-    suffix: Annotated[Any, _neutral("")] = None
-    add_special_tokens: Annotated[Any, _neutral(False)] = None
-    response_format: Annotated[Any, _neutral({"type": "text"})] = None
-    parallel_tool_calls: Annotated[Any, _neutral(True)] = None
-    top_logprobs: Annotated[Any, _neutral(0)] = None
-    modalities: Annotated[Any, _neutral(["text"])] = None
-    tool_choice: Annotated[Any, _neutral("auto", "none")] = None
     tools: list[ApiTool] | None = None
-
-    def request(self, given: Mapping[str, Any], **more: Any) -> ApiRequest:
-        """`given`: the body itself, for what is passed on as it is."""
-        tools = None if self.tools is None else tuple(given["tools"])
-        return ApiRequest(
-            model=self.model,
-            tools=() if self.tool_choice == "none" else tools,
-            n=self.n,
-            stream=self.stream,
-            usage_in_stream=bool(self.stream_options.get("include_usage")),
-            token_ids=self.return_token_ids,
-            chat_template_args=self.chat_template_kwargs,
-            sampling=self.named(),
-            **more,
-        )
 
 
 class ChatBody(Body):
@@ -413,174 +415,66 @@ class TextBody(Body):
 
     prompt: Annotated[Any, AfterValidator(_prompts)]
     logprobs: Annotated[
-        Any, _neutral(0, 1, why="only the written token's log-prob is known; write 0 or 1")
+        Any, only(0, 1, reason="only the written token's log-prob is known; write 0 or 1")
     ] = False
 
 
-def read(body: Any, *, chat: bool) -> ApiRequest:
-    """What a body of /v1/chat/completions (or /v1/completions) asks.  Raises ApiError 400 that
-    names the field.
+def applied(
+    body: Any, ignored: Iterable[str], neutral: Mapping[str, Sequence[Any]]
+) -> dict[str, Any]:
+    """Return the fields of a body to be read.  Raises ApiError 400 for other values of `neutral`
+    fields than these.
     """
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
-    given = {k: v for k, v in body.items() if v is not None}
-    if chat:
-        asked = checked(ChatBody, given)
-        return asked.request(
-            given, messages=tuple(m.plain() for m in asked.messages), logprobs=asked.logprobs
-        )
-    text = checked(TextBody, given)
-    return text.request(given, prompts=text.prompt, logprobs=text.logprobs is not False)
+    fields = {k: v for k, v in body.items() if v is not None and k not in ignored}
+    for name, values in neutral.items():
+        if name in fields and fields.pop(name) not in values:
+            text = f"{name} is {json.dumps(body[name])[:_SHOWN]}: {UNCONSTRAINED}"
+            raise ApiError(400, text, param=name, code=_UNSUPPORTED)
+    return fields
 
 
-# ---------------------------------------------------------------- answers
+def in_call_order(messages: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Return messages with the results of parallel calls in the order of the calls."""
+    ordered: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    order: dict[str, int] = {}
+    for message in [*messages, {}]:
+        if message.get("role") == "tool":
+            results.append(message)
+            continue
+        ordered += sorted(results, key=lambda m: order.get(m.get("tool_call_id", ""), len(order)))
+        results = []
+        order = {call["id"]: i for i, call in enumerate(message.get("tool_calls", ()))}
+        ordered.append(message)
+    return tuple(ordered[:-1])
 
 
-def chat_body(asked: ApiRequest, answer: ApiAnswer) -> dict[str, Any]:
-    """A whole chat.completion."""
-    return (
-        _head(asked, answer, "chat.completion", "chatcmpl")
-        | {
-            "choices": [
-                {
-                    "index": i,
-                    "message": _said(c),
-                    "finish_reason": _reason(c),
-                    "logprobs": _chat_logprobs(c) if asked.logprobs else None,
-                }
-                | ({"token_ids": c.tokens.tolist()} if asked.token_ids else {})
-                for i, c in enumerate(answer.completions)
-            ],
-            "usage": usage(answer.completions, asked.n),
-        }
-        | (
-            {"prompt_token_ids": answer.completions[0].prompt_tokens.tolist()}
-            if asked.token_ids
-            else {}
-        )
-    )
-
-
-def chat_chunks(asked: ApiRequest, answer: ApiAnswer) -> Iterator[dict[str, Any]]:
-    """The same as chat.completion.chunk: for each choice its role, its text, its tool calls, then
-    why it ended; then the usage.
+def read(body: Any, *, chat: bool) -> ApiRequest:
+    """Return the request of a body of /v1/chat/completions (or /v1/completions).  Raises ApiError
+    400 that names the field.
     """
-    head = _head(asked, answer, "chat.completion.chunk", "chatcmpl") | (
-        {"usage": None} if asked.usage_in_stream else {}
+    fields = applied(body, IGNORED, NEUTRAL)
+    also = (*IGNORED, *NEUTRAL)
+    request: ChatBody | TextBody
+    content: dict[str, Any]
+    if chat:
+        request = checked(ChatBody, fields, also=also)
+        content = {"messages": in_call_order(m.normalized() for m in request.messages)}
+    else:
+        request = checked(TextBody, fields, also=also)
+        content = {"prompts": request.prompt}
+    tools = None if request.tools is None else tuple(fields["tools"])
+    return ApiRequest(
+        model=request.model,
+        tools=() if body.get("tool_choice") == "none" else tools,
+        n=request.n,
+        stream=request.stream,
+        usage_in_stream=bool(request.stream_options.get("include_usage")),
+        logprobs=request.logprobs is not False,
+        token_ids=request.return_token_ids,
+        chat_template_args=request.chat_template_kwargs,
+        sampling=request.sampling_args(),
+        **content,
     )
-
-    def chunk(
-        i: int, delta: dict[str, Any], reason: str | None = None, **more: Any
-    ) -> dict[str, Any]:
-        return head | {
-            "choices": [
-                {"index": i, "delta": delta, "finish_reason": reason, "logprobs": None} | more
-            ]
-        }
-
-    for i, c in enumerate(answer.completions):
-        first = chunk(i, {"role": "assistant", "content": ""})
-        yield first | ({"prompt_token_ids": c.prompt_tokens.tolist()} if asked.token_ids else {})
-        if c.reasoning:
-            yield chunk(i, {"reasoning_content": c.reasoning})
-        more: dict[str, Any] = {"logprobs": _chat_logprobs(c)} if asked.logprobs else {}
-        yield chunk(
-            i,
-            {"content": c.text},
-            **more,
-            **({"token_ids": c.tokens.tolist()} if asked.token_ids else {}),
-        )
-        if c.tool_calls:
-            yield chunk(
-                i, {"tool_calls": [{"index": k, **call} for k, call in enumerate(c.tool_calls)]}
-            )
-        yield chunk(i, {}, _reason(c))
-    if asked.usage_in_stream:
-        yield head | {"choices": [], "usage": usage(answer.completions, asked.n)}
-
-
-def text_body(asked: ApiRequest, answer: ApiAnswer) -> dict[str, Any]:
-    """A whole text_completion."""
-    choices = [_text_choice(asked, i, c) for i, c in enumerate(answer.completions)]
-    return _head(asked, answer, "text_completion", "cmpl") | {
-        "choices": choices,
-        "usage": usage(answer.completions, asked.n),
-    }
-
-
-def text_chunks(asked: ApiRequest, answer: ApiAnswer) -> Iterator[dict[str, Any]]:
-    head = _head(asked, answer, "text_completion", "cmpl")
-    for i, c in enumerate(answer.completions):
-        yield head | {"choices": [_text_choice(asked, i, c)]}
-    if asked.usage_in_stream:
-        yield head | {"choices": [], "usage": usage(answer.completions, asked.n)}
-
-
-def _head(asked: ApiRequest, answer: ApiAnswer, kind: str, prefix: str) -> dict[str, Any]:
-    return {
-        "id": f"{prefix}-{answer.id}",
-        "object": kind,
-        "created": int(answer.created),
-        "model": asked.model,
-    }
-
-
-def _said(c: Completion) -> dict[str, Any]:
-    made: dict[str, Any] = {
-        "role": "assistant",
-        "content": c.text if c.text or not c.tool_calls else None,
-        "refusal": None,
-    }
-    if c.reasoning:
-        made["reasoning_content"] = c.reasoning
-    return made | ({"tool_calls": list(c.tool_calls)} if c.tool_calls else {})
-
-
-def _reason(c: Completion) -> str:
-    return "tool_calls" if c.tool_calls and c.finish_reason == "stop" else c.finish_reason
-
-
-def _names(c: Completion) -> list[str]:
-    # the words of single tokens are known to the engine alone
-    return [f"token_id:{t}" for t in c.tokens.tolist()]
-
-
-def _chat_logprobs(c: Completion) -> dict[str, Any]:
-    pairs = zip(_names(c), c.logprobs.tolist(), strict=True)
-    return {
-        "content": [
-            {"token": t, "logprob": p, "bytes": None, "top_logprobs": []} for t, p in pairs
-        ],
-        "refusal": None,
-    }
-
-
-def _text_choice(asked: ApiRequest, i: int, c: Completion) -> dict[str, Any]:
-    told = {
-        "tokens": _names(c),
-        "token_logprobs": c.logprobs.tolist(),
-        "top_logprobs": None,
-        "text_offset": [],
-    }
-    made = {
-        "index": i,
-        "text": c.text,
-        "finish_reason": c.finish_reason,
-        "logprobs": told if asked.logprobs else None,
-    }
-    return made | (
-        {"token_ids": c.tokens.tolist(), "prompt_token_ids": c.prompt_tokens.tolist()}
-        if asked.token_ids
-        else {}
-    )
-
-
-def usage(completions: Sequence[Completion], n: int) -> dict[str, int]:
-    """Tokens; the `n` answers to one prompt count it once."""
-
-    def size(c: Completion) -> tuple[int, int]:
-        return c.usage or (len(c.prompt_tokens), len(c.tokens))
-
-    prompt = sum(size(c)[0] for c in completions[::n])
-    answer = sum(size(c)[1] for c in completions)
-    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}

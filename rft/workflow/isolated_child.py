@@ -1,7 +1,7 @@
-"""The other side of `rft.workflow.isolated`: the server of one file, and in each process that it
-forks, one run.
+"""The child side of `rft.workflow.isolated`: a server per file, and per run a process forked from
+it.
 
-Invariant: user code runs only after the limits are in place, and in a process group of its own.
+Invariant: user code runs only after the limits are set, and in a separate process group.
 """
 
 from __future__ import annotations
@@ -17,58 +17,56 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
-import numpy as np
 
 from rft.engine.base import PromptTooLong
 from rft.plugins import import_file
 from rft.reward.base import checked
-from rft.types.completion import Completion, Score, Transcript
+from rft.types.completion import Completion, Score, TokenScores, Transcript
 from rft.types.ports import GenerateRequest, ScoreRow
 from rft.worker import framing, limits
 from rft.worker.parent import die_with_parent
 from rft.worker.threads import last_lines
 from rft.workflow.base import RunContext
+from rft.workflow.call_workflow import call_workflow, check_transcript, reason_of
 from rft.workflow.isolation_wire import Answer, Isolation, Order, Played, RunCall, pack, unpack
-from rft.workflow.play_run import check_transcript, play, reason_of
-from rft.workflow.recipes import Recipe
 
 
 def main(argv: Sequence[str]) -> None:
-    """`argv`: control descriptor, file to import.  Says {} or {error}, then forks for every class
-    name that comes with a descriptor.
+    """Import a file, report {} or {error}, then fork for every class name received with a
+    descriptor.
+
+    `argv`: control descriptor, file.
     """
     with socket.socket(fileno=int(argv[0])) as control:
         try:
             module = _module(Path(argv[1]))
-        except BaseException as e:  # whatever an import raises is told, not lost
+        except BaseException as e:  # reported, whatever an import raises
             control.send(json.dumps({"error": f"{type(e).__name__}: {e}"[:4000]}).encode())
             return
         control.send(b"{}")
-        while _served(control, module):
+        while _serve_order(control, module):
             pass
 
 
-def _served(control: socket.socket, module: Any) -> bool:
-    """Answers one message; False where the other side is gone: children die with this process."""
-    said, fds, _, _ = socket.recv_fds(control, 4096, 1)
-    if not said:
+def _serve_order(control: socket.socket, module: Any) -> bool:
+    """Answer one message; return False at the end of the channel: children die with this process."""
+    order, fds, _, _ = socket.recv_fds(control, 4096, 1)
+    if not order:
         return False
-    if said.startswith(b"reap "):
-        control.send(_reaped(int(said[5:])))
+    if order.startswith(b"reap "):
+        control.send(_reaped(int(order[5:])))
         return True
     try:
         pid = os.fork()
-    except (
-        OSError
-    ) as e:  # too many processes, too little memory: this run fails, later ones may not
+    except OSError as e:  # too many processes or too little memory: only this run fails
         control.send(f"{type(e).__name__}: {e}".encode())
     else:
         if pid == 0:
             control.close()
-            _child(socket.socket(fileno=fds[0]), getattr(module, said.decode()))
+            _run_child(socket.socket(fileno=fds[0]), getattr(module, order.decode()))
         os.setpgid(pid, pid)
         control.send(str(pid).encode())
     os.close(fds[0])
@@ -83,14 +81,14 @@ def _reaped(pid: int) -> bytes:
 
 
 def _module(file: Path) -> Any:
-    """The module of `file`, by its name where it belongs to what this process has imported already."""
+    """Return the module of `file`: an imported one, else a new import."""
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == str(file):
             return module
     return import_file(file)
 
 
-def _child(channel: socket.socket, cls: Any) -> None:
+def _run_child(channel: socket.socket, cls: Any) -> None:
     code = 1
     try:
         os.setpgid(0, 0)
@@ -104,23 +102,24 @@ def _child(channel: socket.socket, cls: Any) -> None:
 async def _play(channel: socket.socket, cls: Any) -> None:
     reader, writer = await asyncio.open_connection(sock=channel)
     order: Order = unpack(await framing.read(reader), Order)
-    _limit(order.limits)
+    _set_limits(order.limits)
     link = _Link(reader, writer)
     listening = asyncio.ensure_future(link.listen())
     contexts = [
         RunContext(
-            link.model(i),
+            _Model(link, i),
             order.task,
             run=run,
             request_id=name,
-            models={m: link.model(i, m) for m in order.models},
+            models={m: _Model(link, i, m) for m in order.models},
+            teacher_top=order.teacher_top,
         )
         for i, (run, name) in enumerate(order.runs)
     ]
     try:
-        done = await _run(cls, order, contexts)
+        transcripts = await _transcripts(cls, order, contexts)
         verb = "done"
-        body = pack([_played(t, link) for t in done])
+        body = pack([_played(t, link) for t in transcripts])
     except BaseException as e:  # user code may raise anything
         verb = "failed"
         body = pack(f"{reason_of(e)}\n{last_lines(e)[-4000:]}")
@@ -129,13 +128,18 @@ async def _play(channel: socket.socket, cls: Any) -> None:
     listening.cancel()
 
 
-async def _run(cls: Any, order: Order, contexts: list[RunContext]) -> list[Transcript]:
-    blocking = not inspect.iscoroutinefunction(cls.run_group if order.together else cls.run)
-    recipe = Recipe(order.task.workflow, partial(cls, **order.keywords), blocking, reward=None)
-    got = await play(recipe, order.task, contexts if order.together else contexts[0])
-    transcripts = list(got) if order.together else [got]
+async def _transcripts(cls: Any, order: Order, contexts: list[RunContext]) -> list[Transcript]:
+    name = order.task.workflow
+    transcripts = await call_workflow(
+        name,
+        partial(cls, **order.keywords),
+        order.task,
+        contexts,
+        whole_group=order.whole_group,
+        blocking=not inspect.iscoroutinefunction(cls.run_group if order.whole_group else cls.run),
+    )
     for transcript in transcripts:
-        check_transcript(transcript, recipe)
+        check_transcript(transcript, name)
     return transcripts
 
 
@@ -146,7 +150,7 @@ def _played(t: Transcript, link: _Link) -> Played:
             "isolated"
         )
     calls = [
-        (link.number(turn.completion), _score(turn.score), turn.info, turn.teacher_logprobs)
+        (link.number(turn.completion), _score(turn.score), turn.info, turn.teacher)
         for turn in t.turns
     ]
     metrics = {name: float(value) for name, value in t.metrics.items()}
@@ -160,48 +164,46 @@ def _played(t: Transcript, link: _Link) -> Played:
     )
 
 
-def _score(given: Any) -> Score | None:
-    """As a run that is not isolated may give it: a number, parts or a Score."""
-    return None if given is None else checked(given)
+def _score(score: Any) -> Score | None:
+    """Check a score (a number, parts or a Score), as in a run that is not isolated."""
+    return None if score is None else checked(score)
 
 
-def _limit(most: Isolation) -> None:
-    limits.limit_memory(most.memory_mb)
-    limits.limit(resource.RLIMIT_FSIZE, most.file_mb << 20)
-    limits.limit(resource.RLIMIT_NOFILE, most.open_files)
+def _set_limits(isolation: Isolation) -> None:
+    limits.limit_memory(isolation.memory_mb)
+    limits.limit(resource.RLIMIT_FSIZE, isolation.file_mb << 20)
+    limits.limit(resource.RLIMIT_NOFILE, isolation.open_files)
     limits.limit(resource.RLIMIT_CORE, 0)
 
 
 class _Link:
+    """The calls of a child to the models of its parent."""
+
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
-        # id() of a completion → itself, number of its call, place there
-        self._given: dict[int, tuple[Completion, int, int]] = {}
+        # id() of the policy's completion -> (completion, number of its call, index in the call)
+        self._completions: dict[int, tuple[Completion, int, int]] = {}
 
-    def model(self, run: int, name: str = "") -> _Model:
-        return _Model(self, run, name)
-
-    def gave(self, call: int, done: Sequence[Completion]) -> None:
-        """`call` of the policy was answered with these."""
-        self._given |= {
-            id(completion): (completion, call, place) for place, completion in enumerate(done)
-        }
+    def add_completions(self, call: int, completions: Sequence[Completion]) -> None:
+        """Remember the policy's answers to `call`."""
+        for index, completion in enumerate(completions):
+            self._completions[id(completion)] = (completion, call, index)
 
     def number(self, completion: Completion) -> tuple[int, int]:
-        if id(completion) not in self._given:
+        if id(completion) not in self._completions:
             raise ValueError(
                 "the transcript has a completion that no call of the policy's engine gave"
             )
-        return self._given[id(completion)][1:]
+        return self._completions[id(completion)][1:]
 
     async def listen(self) -> None:
         while True:
             answer: Answer = unpack(await framing.read(self._reader), Answer)
             future = self._waiting.pop(answer.id)
-            if future.done():  # the workflow has given this call up
+            if future.done():  # the workflow has cancelled this call
                 continue
             if not answer.error:
                 future.set_result(bytes(answer.body))
@@ -226,30 +228,27 @@ class _Link:
 class _Model:
     """A `ChatModel` at the other end of the socket."""
 
-    def __init__(self, link: _Link, run: int, name: str) -> None:
+    def __init__(self, link: _Link, run: int, name: str = "") -> None:
         self._link = link
         self._run = run
         self._name = name
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        number, done = await self._link.ask(
-            "generate", self._run, self._name, request, list[Completion]
-        )
+        number, completions = await self._ask("generate", request, list[Completion])
         if not self._name:
-            self._link.gave(number, done)
-        return list(done)
+            self._link.add_completions(number, completions)
+        return list(completions)
 
-    async def logprobs(self, row: ScoreRow) -> np.ndarray:
-        return np.asarray(
-            (await self._link.ask("logprobs", self._run, self._name, row, np.ndarray))[1]
-        )
+    async def score(self, row: ScoreRow) -> TokenScores:
+        _, scores = await self._ask("score", row, TokenScores)
+        return cast(TokenScores, scores)
 
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
-        return list(
-            (await self._link.ask("classify", self._run, self._name, list(messages), list[float]))[
-                1
-            ]
-        )
+        _, scores = await self._ask("classify", list(messages), list[float])
+        return list(scores)
+
+    async def _ask(self, verb: str, body: Any, kind: Any) -> tuple[int, Any]:
+        return await self._link.ask(verb, self._run, self._name, body, kind)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,4 @@
-"""From the names in a task to the things that play and score it, each built once per name and
-arguments.
-
-`INSTEAD`: workflows that are known by name elsewhere and not offered, with what to use instead;
-none of these names is registered.
-"""
+"""Build workflow and reward from the names in a task, once per name and arguments."""
 
 from __future__ import annotations
 
@@ -17,39 +12,13 @@ from typing import Any
 import msgspec
 
 from rft.errors import ConfigError, SetupError
-from rft.plugins import REGISTRY, Plugin, check_call, checked_args, derived
+from rft.plugins import REGISTRY, Plugin, check_call, checked_args, derived, refused_names
 from rft.reward.base import Reward, hook
 from rft.reward.build_reward import build as build_reward
 from rft.types.ports import ChatModel
 from rft.types.task import Task
 from rft.workflow.base import NO_MODELS, Workflow
-from rft.workflow.isolated import Place
-
-_AGENT = (
-    "agents run against an OpenAI endpoint: use react_agent_workflow, or "
-    "agent_command_workflow for a program (docs/howto/agent.md)"
-)
-_WORLD = (
-    "its simulator is not part of this package: derive from EnvWorkflow with its reset and "
-    "step (docs/howto/environment.md)"
-)
-_TEXT = "images and videos are not offered: use text"
-
-INSTEAD: dict[str, str] = {
-    **dict.fromkeys(("agentscope_workflow_adapter", "agentscope_workflow_adapter_v1"), _AGENT),
-    "agentscope_v1_react_search_workflow": "it asks a search service: name that tool in an MCP "
-    "file and use tool_workflow",
-    "webshop_workflow": _WORLD,
-    "RAFT_reflect_alfworld_workflow": "it trains answers behind another prompt than theirs: use "
-    "alfworld_workflow with algorithm_type raft",
-    "intercode_sql_workflow": "it needs containers: use sql_workflow, which keeps its databases in "
-    "SQLite",
-    "rubric_judge_openai_workflow": "use rubric_judge_workflow, and name the judge in "
-    "explorer.auxiliary_models with engine_type: external",
-    **dict.fromkeys(("simple_mm_workflow", "async_simple_mm_workflow"), _TEXT),
-    "harbor_workflow": "its task packages need containers: play them with agent_command_workflow "
-    "or a workflow of your own",
-}
+from rft.workflow.isolated import IsolatedRuns
 
 TEACHER = "teacher_logprobs"
 GIVES: dict[str, str] = {
@@ -57,22 +26,23 @@ GIVES: dict[str, str] = {
     "info.env_state_hash": "an environment and workflow_args.layout: steps "
     "(docs/howto/environment.md)",
 }
-"""Who writes what only some algorithms read."""
+"""Fields that only some algorithms read, and the workflows that write them."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How tasks of one kind are played: `make()` gives a fresh workflow object for one run."""
+    """Workflow and reward for tasks of one kind: `make()` returns a new workflow object."""
 
     name: str
     make: Callable[[], Workflow]
     blocking: bool  # `run` is an ordinary function
     reward: Reward | None
-    place: Place | None = None  # where its runs are forked, if the class says `isolated`
-    keywords: Mapping[str, Any] = field(default_factory=dict)  # of its constructor
-    # it has `run_group(task, contexts)`: one object plays all runs of a task
+    isolation: IsolatedRuns | None = None  # plays the runs of a class that is `isolated`
+    keywords: Mapping[str, Any] = field(default_factory=dict)  # of the constructor
+    # the class has `run_group`: one object plays all runs of a task
     plays_group: bool = False
     scores_itself: bool = False  # the reward is never used
+    needs_reward: bool = False  # nothing else scores a run
 
     @property
     def scores_group(self) -> bool:
@@ -91,16 +61,14 @@ class Recipes:
         self._models: Mapping[str, ChatModel] = NO_MODELS
 
     async def prepare(self, models: Mapping[str, ChatModel]) -> None:
-        """Hands the auxiliary models to every reward that asks for them (`async def
-        prepare(models)`).
-        """
+        """Call the hook `prepare(models)` of every reward with the auxiliary models."""
         self._models = models
         for recipe in list(self._built.values()):
             await self._prepare(recipe)
 
     async def get(self, task: Task) -> Recipe:
-        """As `of`, with its reward prepared."""
-        recipe = self.of(task)
+        """Return the recipe of a task with its reward prepared."""
+        recipe = self.find(task)
         await self._prepare(recipe)
         return recipe
 
@@ -115,49 +83,51 @@ class Recipes:
         await asyncio.shield(ready[1])
 
     async def close(self) -> None:
-        """Closes the rewards that were prepared, last first, and the processes that isolated runs
-        are forked from.
-        """
+        """Close the prepared rewards, last first, and the servers of isolated runs."""
         for recipe in self._built.values():
-            if recipe.place is not None:
-                recipe.place.close()
+            if recipe.isolation is not None:
+                recipe.isolation.close()
         while self._ready:
             _, (reward, _) = self._ready.popitem()
             await hook(reward.close)
 
-    def of(self, task: Task) -> Recipe:
-        """Raises PluginError for an unknown name, ConfigError for arguments that do not fit."""
+    def find(self, task: Task) -> Recipe:
+        """Return the recipe of a task, with an unprepared reward.  Raises PluginError for an
+        unknown name, ConfigError for invalid arguments.
+        """
         key = msgspec.msgpack.encode(
             (task.workflow, task.workflow_args, task.reward, task.reward_args)
         )
-        if (found := self._built.get(key)) is None:
-            found = self._built[key] = _build(task)
-        return found
+        recipe = self._built.get(key)
+        if recipe is None:
+            recipe = self._built[key] = _build(task)
+        return recipe
 
 
 def _build(task: Task) -> Recipe:
-    if (why := INSTEAD.get(task.workflow)) and task.workflow not in REGISTRY.names("workflow"):
+    reason = refused_names("workflow").get(task.workflow)
+    if reason and task.workflow not in REGISTRY.names("workflow"):
         raise ConfigError(
-            f"workflow {task.workflow!r}: {why}",
+            f"workflow {task.workflow!r}: {reason}",
             key=f"taskset {task.taskset}.workflow",
             given=task.workflow,
         )
     plugin = REGISTRY.get("workflow", task.workflow)
     cls = workflow_class(plugin, key=f"taskset {task.taskset}.workflow")
-    named = task.reward
+    reward_name = task.reward
     args = task.reward_args
-    if named is None and cls.usual_reward is not None:
-        named = cls.usual_reward
+    if reward_name is None and cls.usual_reward is not None:
+        reward_name = cls.usual_reward
         args = {**cls.usual_reward_args, **args}
     reward = None
-    if named is not None:
-        reward = build_reward(named, args, key=f"taskset {task.taskset}.reward_fn_args")
+    if reward_name is not None:
+        reward = build_reward(reward_name, args, key=f"taskset {task.taskset}.reward_fn_args")
     return recipe(plugin, task, reward)
 
 
 def refuse_group_reward(recipe: Recipe, task: Task) -> None:
-    """Raises ConfigError for a reward that sees all runs of a task: that of a greedy run, alone in
-    its group, is not comparable.
+    """Raise ConfigError for a reward that sees all runs of a task: it cannot score the single
+    greedy run.
     """
     if recipe.scores_group:
         raise ConfigError(
@@ -171,7 +141,7 @@ def refuse_group_reward(recipe: Recipe, task: Task) -> None:
 
 
 def refuse_unused_reward(recipe: Recipe, task: Task) -> None:
-    """Raises ConfigError for a reward beside a workflow that scores every run itself."""
+    """Raise ConfigError for a reward that is unused because the workflow scores every run itself."""
     if recipe.scores_itself and recipe.reward is not None:
         raise ConfigError(
             f"workflow {recipe.name!r} scores its runs itself, so this reward would never be used; "
@@ -182,9 +152,20 @@ def refuse_unused_reward(recipe: Recipe, task: Task) -> None:
         )
 
 
+def refuse_missing_reward(recipe: Recipe, task: Task) -> None:
+    """Raise ConfigError where nothing would score a run."""
+    if recipe.needs_reward and recipe.reward is None:
+        raise ConfigError(
+            f"workflow {recipe.name!r} gives no score, and no reward is named: every run would "
+            f"fail.  Name one, such as exact_answer or path/file.py:function; data of veRL name "
+            f"theirs with format.preset: verl",
+            key=f"taskset {task.taskset}.default_reward_fn_type",
+        )
+
+
 def workflow_class(plugin: Plugin, *, key: str = "") -> type[Workflow]:
-    """The plugin's class; one without the base class gets its hooks.  Raises ConfigError for what
-    plays nothing.
+    """Return the plugin's class, derived from Workflow.  Raises ConfigError without run and
+    run_group.
     """
     cls = derived(plugin.obj, Workflow) if inspect.isclass(plugin.obj) else Workflow
     if cls.run is Workflow.run and cls.run_group is Workflow.run_group:
@@ -194,22 +175,22 @@ def workflow_class(plugin: Plugin, *, key: str = "") -> type[Workflow]:
     for method in filter(
         inspect.isfunction, (inspect.getattr_static(cls, name) for name in ("run", "run_group"))
     ):
-        given = inspect.signature(method)
+        signature = inspect.signature(method)
         try:
-            given.bind("self", "task", "ctx")
+            signature.bind("self", "task", "ctx")
         except TypeError:
             raise ConfigError(
-                f"workflow {plugin.name!r}: {method.__name__}{given} must take (self, task, ctx)",
+                f"workflow {plugin.name!r}: {method.__name__}{signature} must take (self, task, ctx)",
                 key=key,
             ) from None
     return cls
 
 
 def recipe(plugin: Plugin, task: Task, reward: Reward | None) -> Recipe:
-    """How `task` is played by this workflow and scored by this reward.
+    """Build the recipe of a task from its workflow and reward.
 
-    Raises ConfigError for arguments that do not fit, SetupError where a library of the class's
-    `needs` (by the extra that brings it) is not installed.
+    Raises ConfigError for invalid arguments, SetupError naming the extra if a library of the
+    class's `needs` is not installed.
     """
     where = f"taskset {task.taskset}"
     cls = workflow_class(plugin, key=f"{where}.workflow")
@@ -222,16 +203,22 @@ def recipe(plugin: Plugin, task: Task, reward: Reward | None) -> Recipe:
     check_call(plugin, keywords, key=f"{where}.workflow_args")
     plays_group = cls.run_group is not Workflow.run_group
     blocking = not inspect.iscoroutinefunction(cls.run_group if plays_group else cls.run)
-    place = (
-        None if cls.isolated is False else Place(plugin.obj, cls.isolated, key=f"{where}.workflow")
-    )
+    isolation = None
+    if cls.isolated is not False:
+        isolation = IsolatedRuns(plugin.obj, cls.isolated, key=f"{where}.workflow")
     return Recipe(
         task.workflow,
         lambda: cls(**keywords),
         blocking,
         reward,
-        place=place,
+        isolation=isolation,
         keywords=keywords,
         plays_group=plays_group,
         scores_itself=cls.scores_itself,
+        needs_reward=cls.needs_reward and _first(cls, "needs_reward") <= _first(cls, "run"),
     )
+
+
+def _first(cls: type, name: str) -> int:
+    """The place in its order of bases of the class that has this attribute."""
+    return next(i for i, base in enumerate(cls.__mro__) if name in vars(base))

@@ -1,23 +1,23 @@
-"""Conversations with tools: calls in an answer are run and their results said; an answer without a
+"""Conversations with tools: run the calls of an answer and send the results; an answer without a
 call ends the run.
 
-Tools are functions, what veRL's tool configuration (`tool_config_path`) lists, and those of MCP
+Tools are functions, entries of veRL's tool configuration (`tool_config_path`), and tools of MCP
 servers:
 
     tools:
       - class_name: tools.py:Search          # or pkg.module.Search; veRL's methods create, execute, release
         config: {timeout: 5}
         tool_schema: {type: function, function: {name: search, description: ..., parameters: {...}}}
-      - function: tools.py:weather            # a function; its schema is made from it
+      - function: tools.py:weather            # a function; its schema follows its signature
       - class_name: anything
         config: {type: mcp}
         mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
 
-Paths in the file are relative to it; a file is read once per run of the program.  MCP servers (`pip
-install rft-platform[mcp]`) are named in a JSON file {"mcpServers": {name: {command, args, env} or
-{url}}}; each is started once for all runs (anew after it has died) and ends with its event loop.
-Invariant: a tool that fails, and a call that makes no sense, are told to the model and counted;
-they do not end the run.
+Paths in the file are relative to it; a file is read once per process.  MCP servers (`pip install
+rft-platform[mcp]`) are listed in a JSON file {"mcpServers": {name: {command, args, env} or {url}}};
+each is started once for all runs, restarted if it dies, and ends with its event loop.
+Invariant: a failing tool and an unreadable call are reported to the model and counted; they do not
+end the run.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ from rft.workflow.tools import (
     find,
     missing,
     named,
+    with_system_text,
 )
 from rft.workflow.turns import Message, MultiTurnWorkflow, Reply, TurnArgs
 
@@ -65,14 +66,14 @@ _MCP_KEY = "workflow_args.mcp_config_path"
 _ERROR_BYTES = 4000  # of a server's standard error in a message
 _ERROR_LINES = 10
 START_S = 30.0
-# what the library says where a server is not there any more
-_GONE = ("Connection closed", "Session terminated")
+# error texts of the library when a server has ended
+_DISCONNECTED = ("Connection closed", "Session terminated")
 _FILE_KEY = "workflow_args.tool_config_path"
 
 
 @dataclass(frozen=True)
 class McpTool:
-    """One tool of a server."""
+    """One tool of an MCP server."""
 
     schema: dict[str, Any]
     server: _McpServer
@@ -82,8 +83,8 @@ class McpTool:
         try:
             result = await self.server.client.call_tool(name, dict(arguments))
         except Exception as e:
-            if str(e) in _GONE:
-                self.server.leave(str(e))
+            if str(e) in _DISCONNECTED:
+                self.server.disconnect(str(e))
             raise
         text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
         if result.is_error:
@@ -91,15 +92,15 @@ class McpTool:
         return text
 
     async def close(self) -> None:
-        """The server is shared; it goes on."""
+        """Keep the shared server running."""
 
 
 class _McpServer:
-    """A connection, held open by a task until the event loop ends."""
+    """A connection, kept open by a task until the event loop ends."""
 
-    def __init__(self, name: str, where: Any) -> None:
+    def __init__(self, name: str, address: Any) -> None:
         self._name = name
-        self._where = where
+        self._address = address
         self._errors = _error_file(name)
         self.client: Any = None
         self._loop = asyncio.get_running_loop()
@@ -112,9 +113,9 @@ class _McpServer:
             self._job.done() or self._job.cancelling()
         )
 
-    def leave(self, why: str) -> None:
-        """It is gone: the next run opens another connection, and so starts the program again."""
-        log.warning("MCP server %r: %s%s", self._name, why, self._last_errors())
+    def disconnect(self, reason: str) -> None:
+        """Drop the connection; the next run opens another, which starts the program again."""
+        log.warning("MCP server %r: %s%s", self._name, reason, self._last_errors())
         self._job.cancel()
 
     async def tools(self) -> list[McpTool]:
@@ -130,17 +131,17 @@ class _McpServer:
         from mcp import Client, StdioServerParameters
         from mcp.client.stdio import stdio_client
 
-        where = self._where
+        address = self._address
         with self._errors:
-            if isinstance(where, StdioServerParameters):
-                where = stdio_client(where, errlog=self._errors)
+            if isinstance(address, StdioServerParameters):
+                address = stdio_client(address, errlog=self._errors)
             try:
-                async with Client(where) as client:
+                async with Client(address) as client:
                     self.client = client
                     listed = await client.list_tools()
                     self._ready.set_result([McpTool(_schema(t), self) for t in listed.tools])
                     await asyncio.Event().wait()
-            except Exception as e:  # the server is another program; who waits for it is told
+            except Exception as e:  # of the server; raised in `tools`
                 if not self._ready.done():
                     text = (
                         f"MCP server {self._name!r} cannot be used: "
@@ -149,7 +150,7 @@ class _McpServer:
                     self._ready.set_exception(ConfigError(text, key=_MCP_KEY))
 
     def _last_errors(self) -> str:
-        """The end of what the program has written to its standard error, on lines of their own."""
+        """Return the last lines of the program's standard error."""
         size = os.fstat(self._errors.fileno()).st_size
         text = os.pread(self._errors.fileno(), _ERROR_BYTES, max(0, size - _ERROR_BYTES)).decode(
             "utf-8", "replace"
@@ -158,14 +159,14 @@ class _McpServer:
 
 
 def _error_file(name: str) -> TextIO:
-    """Takes the standard error of a server: in the logs of the run, where there is one."""
+    """Open a file for the standard error of a server, in the logs of a run if there is one."""
     if (folder := run_folder.get()) is None:
         return tempfile.TemporaryFile("w+")
     return (folder / "logs" / f"mcp-{re.sub(r'[^A-Za-z0-9._-]', '_', name)}.out").open("a+")
 
 
 def _innermost(error: BaseException) -> str:
-    """What a group of errors is about; one of the library's own says nothing."""
+    """Return the first error inside an exception group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"
@@ -175,7 +176,7 @@ _SERVERS: dict[tuple[str, str], _McpServer] = {}
 
 
 async def mcp_tools(path: str, selected: tuple[str, ...] = ()) -> list[Tool]:
-    """The tools of all servers in the file, or those that are selected.  Raises ConfigError,
+    """Return the tools of all servers in the file, or the selected ones.  Raises ConfigError, and
     SetupError without the library.
     """
     try:
@@ -184,27 +185,27 @@ async def mcp_tools(path: str, selected: tuple[str, ...] = ()) -> list[Tool]:
         raise SetupError(
             f"MCP servers need the package mcp ({e}): pip install 'rft-platform[mcp]'"
         ) from e
-    found: list[Tool] = []
-    for name, about in _servers(path).items():
-        key = (_whole(path), name)
+    tools: list[Tool] = []
+    for name, entry in _servers(path).items():
+        key = (_absolute(path), name)
         server = _SERVERS.get(key)
         if server is None or not server.usable:
-            where: Any = about.get("url")
-            if where is None:
-                env = {**os.environ, **{k: str(v) for k, v in (about.get("env") or {}).items()}}
-                args = [str(a) for a in about.get("args", ())]
-                where = StdioServerParameters(command=str(about["command"]), args=args, env=env)
-            server = _SERVERS[key] = _McpServer(name, where)
-        found += await server.tools()
-    names = [t.schema["function"]["name"] for t in found]
+            address: Any = entry.get("url")
+            if address is None:
+                env = {**os.environ, **{k: str(v) for k, v in (entry.get("env") or {}).items()}}
+                args = [str(a) for a in entry.get("args", ())]
+                address = StdioServerParameters(command=str(entry["command"]), args=args, env=env)
+            server = _SERVERS[key] = _McpServer(name, address)
+        tools += await server.tools()
+    names = [t.schema["function"]["name"] for t in tools]
     if missing := [s for s in selected if s not in names]:
         raise ConfigError(
             f"no MCP server has the tool {missing[0]!r}; they have {', '.join(names)}", key=_MCP_KEY
         )
-    return [t for t, name in zip(found, names, strict=True) if not selected or name in selected]
+    return [t for t, name in zip(tools, names, strict=True) if not selected or name in selected]
 
 
-def _whole(path: str) -> str:
+def _absolute(path: str) -> str:
     return str(Path(path).expanduser().resolve())
 
 
@@ -224,29 +225,35 @@ def _servers(path: str) -> dict[str, dict[str, Any]]:
             key=_MCP_KEY,
             given=path,
         )
-    for name, about in servers.items():
-        if "url" not in about and (why := missing(str(about["command"]), about.get("env") or {})):
+    for name, entry in servers.items():
+        if "url" in entry:
+            continue
+        if reason := missing(str(entry["command"]), entry.get("env") or {}):
             raise ConfigError(
-                f"MCP server {name!r} cannot be used: {why}", key=_MCP_KEY, given=path
+                f"MCP server {name!r} cannot be used: {reason}", key=_MCP_KEY, given=path
             )
     return servers
 
 
 def _schema(t: Any) -> dict[str, Any]:
-    about = {"name": t.name, "description": t.description or "", "parameters": dict(t.input_schema)}
-    return {"type": "function", "function": about}
+    function = {
+        "name": t.name,
+        "description": t.description or "",
+        "parameters": dict(t.input_schema),
+    }
+    return {"type": "function", "function": function}
 
 
 class ClassTool:
     """An object with veRL's methods: `create(instance_id, **kwargs)`, `execute(instance_id,
     parameters)`, `release(instance_id)`.
 
-    `execute` gives (what the model is told, a reward, metrics); what it is told is a text or has an
-    attribute `text`.  All may block.
+    `execute` returns (response, reward, metrics); the response is a text or has an attribute `text`.
+    All may block.
     """
 
-    def __init__(self, made: Any, schema: dict[str, Any]) -> None:
-        self._made = made
+    def __init__(self, tool: Any, schema: dict[str, Any]) -> None:
+        self._tool = tool
         self.schema = schema
         self.rewards: list[float] = []
         self._instance = ""
@@ -257,55 +264,53 @@ class ClassTool:
             if not self._instance:
                 self._instance = uuid.uuid4().hex
                 try:
-                    await self._does("create")
+                    await self._call_method("create")
                 except Exception:
-                    self._instance = ""  # the next call tries again
+                    self._instance = ""  # the next call then creates the instance
                     raise
-        result = await self._does("execute", dict(arguments))
-        said, reward = (result[0], result[1]) if isinstance(result, tuple) else (result, None)
+        result = await self._call_method("execute", dict(arguments))
+        response, reward = (result[0], result[1]) if isinstance(result, tuple) else (result, None)
         if reward is not None:
             self.rewards.append(float(reward))
-        told = getattr(said, "text", said)
-        return "" if told is None else as_text(told)
+        text = getattr(response, "text", response)
+        return "" if text is None else as_text(text)
 
     async def close(self) -> None:
         if self._instance:
-            await self._does("release")
+            await self._call_method("release")
 
-    async def _does(self, name: str, *given: Any) -> Any:
-        """What a method says of our instance; None where the object has no such method."""
-        method = getattr(self._made, name, None)
-        return (
-            await unblocked(method, f"tool {name}", self._instance, *given)
-            if callable(method)
-            else None
-        )
+    async def _call_method(self, name: str, *arguments: Any) -> Any:
+        """Call a method for this instance; None if the tool has no such method."""
+        method = getattr(self._tool, name, None)
+        if not callable(method):
+            return None
+        return await unblocked(method, f"tool {name}", self._instance, *arguments)
 
 
 async def load_tool_file(path: str) -> list[Tool]:
-    """Fresh tools for one run.  Raises ConfigError naming the file and the entry."""
-    found: list[Tool] = []
+    """Make new tools for one run.  Raises ConfigError that names the file and the entry."""
+    tools: list[Tool] = []
     for number, entry in enumerate(_entries(path)):
         where = f"{path}: tools[{number}]"
-        folder = Path(_whole(path)).parent
+        folder = Path(_absolute(path)).parent
         if "function" in entry:
-            found.append(
+            tools.append(
                 FunctionTool(REGISTRY.get("tool", _near(str(entry["function"]), folder)).obj)
             )
         elif (entry.get("config") or {}).get("type") == "mcp":
-            about = entry.get("mcp") or {}
-            if "mcp_servers_config_path" not in about:
+            mcp = entry.get("mcp") or {}
+            if "mcp_servers_config_path" not in mcp:
                 raise ConfigError(
                     f"{where}: an MCP tool needs mcp.mcp_servers_config_path", key=_FILE_KEY
                 )
-            servers = _beside(folder, str(about["mcp_servers_config_path"]))
-            found += await mcp_tools(servers, tuple(about.get("tool_selected_list") or ()))
+            servers = _below(folder, str(mcp["mcp_servers_config_path"]))
+            tools += await mcp_tools(servers, tuple(mcp.get("tool_selected_list") or ()))
         else:
-            found.append(_class(entry, where, folder))
-    return found
+            tools.append(_class_tool(entry, where, folder))
+    return tools
 
 
-def _class(entry: Mapping[str, Any], where: str, folder: Path) -> ClassTool:
+def _class_tool(entry: Mapping[str, Any], where: str, folder: Path) -> ClassTool:
     name = str(entry.get("class_name", ""))
     schema = entry.get("tool_schema")
     if ":" not in name and "." in name:
@@ -316,30 +321,30 @@ def _class(entry: Mapping[str, Any], where: str, folder: Path) -> ClassTool:
             key=_FILE_KEY,
         )
     cls = REGISTRY.get("tool", _near(name, folder)).obj
-    made = cls(dict(entry.get("config") or {}), schema)
-    schema = schema or getattr(made, "tool_schema", None)
+    tool = cls(dict(entry.get("config") or {}), schema)
+    schema = schema or getattr(tool, "tool_schema", None)
     if not isinstance(schema, dict) or "name" not in schema.get("function", {}):
         raise ConfigError(
             f"{where}: tool_schema must be OpenAI's form {{type: function, function: {{name, "
             f"...}}}}",
             key=_FILE_KEY,
         )
-    if not callable(getattr(made, "execute", None)):
+    if not callable(getattr(tool, "execute", None)):
         raise ConfigError(
             f"{where}: {name} has no method execute(instance_id, parameters)", key=_FILE_KEY
         )
-    return ClassTool(made, schema)
+    return ClassTool(tool, schema)
 
 
-def _beside(folder: Path, name: str) -> str:
+def _below(folder: Path, name: str) -> str:
     return str(folder / Path(name).expanduser())
 
 
 def _near(name: str, folder: Path) -> str:
-    """A file is looked for beside the tool file."""
-    where, _, attribute = name.rpartition(":")
-    if where.endswith(".py") and (folder / where).is_file():
-        return f"{folder / where}:{attribute}"
+    """Return path/file.py:Name with its path below the folder of the tool file, if it exists there."""
+    file, _, attribute = name.rpartition(":")
+    if file.endswith(".py") and (folder / file).is_file():
+        return f"{folder / file}:{attribute}"
     return name
 
 
@@ -358,34 +363,33 @@ def _entries(path: str) -> tuple[dict[str, Any], ...]:
 
 
 class ToolArgs(TurnArgs):
-    """As TurnArgs, with veRL's names for what belongs to tools."""
+    """As TurnArgs, with veRL's names of arguments for tools."""
 
     tools: tuple[str, ...] = Field(
         (), description="functions: path/file.py:name, pkg.module:name, or a marked name"
     )
     tool_config_path: str | None = Field(None, description="veRL's tool file")
     mcp_config_path: str | None = Field(None, description="JSON file of MCP servers")
-    mcp_tools: tuple[str, ...] = Field((), description="which of their tools; empty: all")
+    mcp_tools: tuple[str, ...] = Field((), description="selected tools of theirs; empty: all")
     max_assistant_turns: int | None = Field(None, ge=1, description="veRL's name of max_turns")
     max_user_turns: int | None = Field(
         None, ge=1, description="answers that are followed by tool results, at most"
     )
     max_parallel_calls: int = Field(1, ge=1, description="calls of one answer that are run")
     max_tool_response_length: int = Field(
-        256, ge=1, description="characters of a result that the model is told"
+        256, ge=1, description="characters of a result that the model gets"
     )
     tool_response_truncate_side: Side = Field(
-        "middle", description="which part is kept: the left, the right, or both ends (middle)"
+        "middle", description="part of a longer result: the left, the right, or both ends (middle)"
     )
     tool_timeout: float = Field(30.0, gt=0, description="seconds that one call may take")
     format: Format = Field(
         "auto",
-        description="how calls are written where the engine has no parser: hermes, json, auto",
+        description="form of calls where the engine has no parser: hermes, json, auto",
     )
     tools_in: Literal["template", "system"] = Field(
         "template",
-        description="who tells the model of its tools: the chat template, or a text in the system "
-        "message",
+        description="where the tools are described: in the chat template, or in the system message",
     )
     result_role: Literal["tool", "user"] = Field(
         "tool", description="role of the messages with results"
@@ -403,8 +407,8 @@ class ToolArgs(TurnArgs):
         return values
 
     @model_validator(mode="after")
-    def _there(self) -> Self:
-        _usable(self.tools)
+    def _check_files(self) -> Self:
+        _check_tools(self.tools)
         if self.tool_config_path is not None:
             _entries(self.tool_config_path)
         if self.mcp_config_path is not None:
@@ -413,14 +417,15 @@ class ToolArgs(TurnArgs):
 
 
 @lru_cache(maxsize=64)
-def _usable(names: tuple[str, ...]) -> None:
-    """Raises ConfigError for functions that are not there, or cannot be tools together."""
+def _check_tools(names: tuple[str, ...]) -> None:
+    """Raise ConfigError for unknown functions, and for two functions of one name."""
     Toolbox(named(names))
 
 
 class ToolWorkflow(MultiTurnWorkflow):
-    """Base; works as it is.  Override `make_tools(task)` for tools that belong to the task,
-    `outcome` or `react` for a score.
+    """A conversation with tools.
+
+    Override `make_tools(task)` for tools of a task, `outcome` or `react` for a score.
     """
 
     Args: type[BaseModel] = ToolArgs
@@ -431,38 +436,29 @@ class ToolWorkflow(MultiTurnWorkflow):
         self._user_turns = 0
 
     def make_tools(self, task: Task) -> Any:
-        """Tools of this task besides those of the arguments: functions or Tools."""
+        """Return further tools for a task: functions or Tools."""
         return ()
 
     async def begin(self, task: Task) -> list[Message]:
         a = self.args
-        own = await self.call(self.make_tools, task)
-        found: list[Tool] = [
-            *named(a.tools),
-            *(t if isinstance(t, Tool) else FunctionTool(t) for t in own),
-        ]
+        tools = named(a.tools)
+        for tool in await self.call(self.make_tools, task):
+            tools.append(tool if isinstance(tool, Tool) else FunctionTool(tool))
         if a.tool_config_path is not None:
-            found += await load_tool_file(a.tool_config_path)
+            tools += await load_tool_file(a.tool_config_path)
         if a.mcp_config_path is not None:
-            found += await mcp_tools(a.mcp_config_path, a.mcp_tools)
+            tools += await mcp_tools(a.mcp_config_path, a.mcp_tools)
         self.box = Toolbox(
-            found,
+            tools,
             a.max_parallel_calls,
             a.max_tool_response_length,
             a.tool_response_truncate_side,
             a.tool_timeout,
         )
         messages = task.chat()
-        return self._told(messages) if a.tools_in == "system" and found else messages
-
-    def _told(self, messages: list[Message]) -> list[Message]:
-        text = described(self.box.schemas)
-        if messages[0]["role"] == "system":
-            return [
-                {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"},
-                *messages[1:],
-            ]
-        return [{"role": "system", "content": text}, *messages]
+        if a.tools_in == "system" and tools:
+            return with_system_text(messages, described(self.box.schemas))
+        return messages
 
     def tools(self) -> Sequence[Message]:
         return self.box.schemas if self.args.tools_in == "template" else ()
@@ -474,18 +470,20 @@ class ToolWorkflow(MultiTurnWorkflow):
             return Reply(done=True)
         if self.args.max_user_turns is not None and self._user_turns > self.args.max_user_turns:
             return Reply(done=True, info={"stopped": "max_user_turns"})
-        said: list[Message] = []
-        for r in await self.box.run(calls):
-            of_call = {"tool_call_id": r.call.id, "name": r.call.name} if r.call.id else {}
-            said.append({"role": self.args.result_role, "content": r.text, **of_call})
-        return Reply(tuple(said))
+        messages: list[Message] = []
+        for result in await self.box.run(calls):
+            message = {"role": self.args.result_role, "content": result.text}
+            if result.call.id:
+                message |= {"tool_call_id": result.call.id, "name": result.call.name}
+            messages.append(message)
+        return Reply(tuple(messages))
 
     def counts(self) -> dict[str, float]:
-        given = [r for t in self.box.tools if isinstance(t, ClassTool) for r in t.rewards]
-        return {
-            **{k: float(v) for k, v in self.box.counts.items()},
-            **({"tool_reward": sum(given)} if given else {}),
-        }
+        counts = {k: float(v) for k, v in self.box.counts.items()}
+        rewards = [r for t in self.box.tools if isinstance(t, ClassTool) for r in t.rewards]
+        if rewards:
+            counts["tool_reward"] = sum(rewards)
+        return counts
 
     async def close(self) -> None:
         await self.box.close()

@@ -1,12 +1,11 @@
-"""Tools as Python functions, and the calls of them in an answer: those that the engine's parser
-found, else in the text.
+"""Tools as Python functions, and the tool calls of an answer: from the engine's parser, else from
+the text.
 
     def weather(city: str, days: int = 1) -> str:
-        # its docstring: what it does, then a line `name: text` for each parameter
+        # its docstring: a description, then a line `name: text` for each parameter
 
-Knows no workflow.  Invariants: a thought has no calls; what looks like a call and cannot be read is
-a call too; `Toolbox.run` never raises for what a model or a tool does wrong, it gives the text to
-say and counts it.
+Knows no workflow.  Invariants: a thought has no calls; an unreadable call is a call with an error;
+`Toolbox.run` returns errors of models and tools as results, and counts them.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Format = Literal["auto", "hermes", "json"]
 _TAGGED = re.compile(
     r"<tool_call>((?:(?!<tool_call>).)*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL
 )
-_WORDS = re.compile(r"[^\n{\[<(=]*")  # between tags that are only mentioned
+_WORDS = re.compile(r"[^\n{\[<(=]*")  # text between tags that are only mentioned
 
 tool = kind("tool")
 Side = Literal["left", "middle", "right"]
@@ -46,7 +45,7 @@ _PARAMETER = re.compile(r"^\s*(?::param\s+)?(\w+)(?:\s*\([^)]*\))?\s*:\s+(\S.*)$
 
 @dataclass(frozen=True)
 class ToolCall:
-    """`error`: why it cannot be run; empty where it can."""
+    """`error`: why the call cannot be run, or empty."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -55,19 +54,19 @@ class ToolCall:
 
 
 def find(answer: Completion, form: Format = "auto") -> list[ToolCall]:
-    """The calls in order, those behind the last thought (`rft.types.thoughts`).
+    """Return the calls after the last thought (`rft.types.thoughts`), in order.
 
     hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.  json: the answer, or a fenced
-    block of it, is such an object or a list of them ("parameters" is understood too).  auto: hermes
-    where there are such tags, else json.  A tag that is only mentioned is no call.
+    block in it, is such an object or a list of them ("parameters" is accepted too).  auto: hermes
+    if such tags exist, else json.  A tag without a call after it is no call.
     """
     if answer.tool_calls:
-        return [_given(call) for call in answer.tool_calls]
+        return [_parsed_call(call) for call in answer.tool_calls]
     return in_text(answer.answer, form)
 
 
 def in_text(text: str, form: Format = "auto") -> list[ToolCall]:
-    """As `find`, for a text alone."""
+    """Return the calls in a text, like `find`."""
     text = split_thought(text).answer
     tagged = [block[1] for block in _TAGGED.finditer(text) if _is_call(block)]
     if form == "hermes" or (form == "auto" and tagged):
@@ -77,14 +76,14 @@ def in_text(text: str, form: Format = "auto") -> list[ToolCall]:
         text,
     ]
     for block in blocks:
-        if found := _read(block, sure=False):
-            return found
+        if calls := _read(block, sure=False):
+            return calls
     return []
 
 
 def _is_call(block: re.Match[str]) -> bool:
-    """Whether a tag begins a call: words are no call, and without an end it has to begin like one,
-    or be cut off.
+    """Return whether a tag begins a call.  Words alone are no call; a tag without an end is a call
+    only if a call begins, or at the end of the text.
     """
     if block[2]:
         return _WORDS.fullmatch(block[1]) is None
@@ -96,7 +95,7 @@ def _read(block: str, *, sure: bool) -> list[ToolCall]:
     try:
         value: Any = msgspec.json.decode(block.strip())
     except (msgspec.DecodeError, RecursionError) as e:
-        return [ToolCall("", error=f"this tool call is no JSON: {_why(e)}")] if sure else []
+        return [ToolCall("", error=f"this tool call is no JSON: {_json_error(e)}")] if sure else []
     items = value if isinstance(value, list) else [value]
     if not sure and not (
         items and all(isinstance(i, dict) and isinstance(i.get("name"), str) for i in items)
@@ -119,7 +118,7 @@ def _item(item: Any) -> ToolCall:
     return ToolCall(item["name"], arguments)
 
 
-def _given(call: dict[str, Any]) -> ToolCall:
+def _parsed_call(call: dict[str, Any]) -> ToolCall:
     function = call.get("function", {})
     return _with(
         str(function.get("name", "")), function.get("arguments") or "{}", str(call.get("id", ""))
@@ -130,24 +129,32 @@ def _with(name: str, arguments: str, id: str = "") -> ToolCall:
     try:
         value: Any = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError) as e:
-        return ToolCall(name, id=id, error=f"the arguments are no JSON: {_why(e)}")
+        return ToolCall(name, id=id, error=f"the arguments are no JSON: {_json_error(e)}")
     if not isinstance(value, dict):
         return ToolCall(name, id=id, error="the arguments must be an object")
     return ToolCall(name, value, id)
 
 
-def _why(error: Exception) -> str:
+def _json_error(error: Exception) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def described(tools: Sequence[dict[str, Any]]) -> str:
-    """Tools and the form of a call in words, for models whose chat template does not tell them."""
+    """Describe tools and the form of a call, for chat templates that do not."""
     lines = "\n".join(msgspec.json.encode(t.get("function", t)).decode() for t in tools)
     return (
         f"You may call these tools, described as JSON:\n{lines}\n"
         'To call one write <tool_call>{"name": "...", "arguments": {...}}</tool_call> and nothing '
         "after it; the result follows."
     )
+
+
+def with_system_text(messages: Sequence[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """Return the messages with `text` at the end of the system message, or as a new one."""
+    first = messages[0]
+    if first["role"] == "system":
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
 
 
 @runtime_checkable
@@ -160,14 +167,14 @@ class Tool(Protocol):
     def schema(self) -> dict[str, Any]: ...
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """What the model is told.  May raise anything; `ToolError` for what the model did wrong."""
+        """Return the result for the model.  Raises ToolError for a wrong call; may raise anything."""
         ...
 
     async def close(self) -> None: ...
 
 
 class ToolError(Exception):
-    """The call is wrong; the text is for the model."""
+    """The call is wrong; the message is shown to the model."""
 
 
 @dataclass(frozen=True)
@@ -177,9 +184,13 @@ class ToolResult:
     error: bool = False
 
 
+def _failure(call: ToolCall, text: str) -> ToolResult:
+    return ToolResult(call, f"Error: {text}", error=True)
+
+
 class FunctionTool:
-    """A function; an ordinary one runs in a thread, so it may block.  Arguments are checked against
-    its annotations.
+    """A tool from a function; an ordinary function runs in a thread, so it may block.  Arguments
+    are checked against its annotations.
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str = "") -> None:
@@ -194,17 +205,17 @@ class FunctionTool:
         except ValidationError as e:
             faults = "; ".join(f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in e.errors())
             raise ToolError(f"wrong arguments: {faults}") from None
-        given = {name: getattr(checked, name) for name in type(checked).model_fields}
-        return as_text(await unblocked(self.function, f"tool {self.name}", **given))
+        keywords = {name: getattr(checked, name) for name in type(checked).model_fields}
+        return as_text(await unblocked(self.function, f"tool {self.name}", **keywords))
 
     async def close(self) -> None:
-        """A function holds nothing."""
+        """Nothing to close."""
 
 
 @dataclass
 class Toolbox:
-    """The tools of one run.  Limits are veRL's: `parallel` calls of one answer, `length` characters
-    of a result.
+    """The tools of one run.  Limits as in veRL: `parallel` calls per answer, `length` characters
+    per result.
     """
 
     tools: Sequence[Tool] = ()
@@ -229,52 +240,43 @@ class Toolbox:
         return [t.schema for t in self.tools]
 
     async def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """All calls of one answer side by side; those beyond `parallel` are refused."""
-        results = await asyncio.gather(*(self._one(call, i) for i, call in enumerate(calls)))
+        """Run the calls of one answer concurrently; refuse calls beyond `parallel`."""
+        results = await asyncio.gather(*(self._run_call(call, i) for i, call in enumerate(calls)))
         self.counts["tool_calls"] += len(results)
         self.counts["tool_errors"] += sum(r.error for r in results)
         return list(results)
 
-    async def _one(self, call: ToolCall, number: int) -> ToolResult:
+    async def _run_call(self, call: ToolCall, number: int) -> ToolResult:
         if number >= self.parallel:
-            return ToolResult(
-                call, f"Error: not run; at most {self.parallel} calls in one answer", error=True
-            )
+            return _failure(call, f"not run; at most {self.parallel} calls in one answer")
         if call.error:
-            return ToolResult(call, f"Error: {self.shortened(call.error)}", error=True)
+            return _failure(call, self.shortened(call.error))
         tool = self._by_name.get(call.name)
         if tool is None:
-            known = ", ".join(self._by_name) or "none"
-            return ToolResult(
-                call,
-                f"Error: there is no tool {self.shortened(call.name)!r}; there is: {known}",
-                error=True,
+            names = ", ".join(self._by_name) or "none"
+            return _failure(
+                call, f"there is no tool {self.shortened(call.name)!r}; there is: {names}"
             )
+        what = f"tool {call.name}"
         try:
-            what = f"tool {call.name}"
-            with waits("call", what, whole=True):
+            with waits("call", what, opaque=True):
                 text = await in_time(
                     unblocked(tool.call, what, call.arguments), self.timeout_s, what
                 )
         except RftError:
             raise
         except TimeoutError:
-            return ToolResult(
-                call, f"Error: {call.name} took longer than {self.timeout_s:g} s", error=True
-            )
+            return _failure(call, f"{call.name} took longer than {self.timeout_s:g} s")
         except ToolError as e:
-            return ToolResult(call, f"Error: {self.shortened(str(e))}", error=True)
-        except Exception as e:  # a tool may raise anything; the model is told
-            return ToolResult(
-                call, f"Error: {self.shortened(f'{type(e).__name__}: {e}')}", error=True
-            )
+            return _failure(call, self.shortened(str(e)))
+        except Exception as e:  # a tool may raise anything
+            return _failure(call, self.shortened(f"{type(e).__name__}: {e}"))
         return ToolResult(call, self.shortened(text))
 
     def shortened(self, text: str) -> str:
-        """At most `length` characters of it; `side` says which are kept: the left, the right, or
-        both ends (middle).
+        """Return at most `length` characters of a text: its left, its right, or both ends (middle).
 
-        Halves of characters, which no text file and no request can hold, become question marks.
+        Surrogates, which no file and no request can hold, become question marks.
         """
         text = text.encode("utf-8", "replace").decode()
         if len(text) <= self.length:
@@ -287,43 +289,43 @@ class Toolbox:
         return f"{text[:half]}...(truncated)...{text[len(text) - half :]}"
 
     async def close(self) -> None:
-        async with contextlib.AsyncExitStack() as stack:  # one that fails keeps no other open
+        async with contextlib.AsyncExitStack() as stack:  # closes all tools even if one fails
             for tool in self.tools:
                 stack.push_async_callback(tool.close)
 
 
 def named(names: Iterable[str]) -> list[Tool]:
-    """Functions by `pkg.module:function` or `path/file.py:function`, or marked with @tool("name")."""
+    """Return tools for functions: `pkg.module:function`, `path/file.py:function`, @tool("name")."""
     return [FunctionTool(_function(name)) for name in names]
 
 
 def _function(name: str) -> Callable[..., Any]:
-    found = REGISTRY.get("tool", name).obj
-    if not callable(found) or inspect.isclass(found):
+    function: Callable[..., Any] = REGISTRY.get("tool", name).obj
+    if not callable(function) or inspect.isclass(function):
         raise ConfigError(
             f"tool {name!r} must be a function", key="workflow_args.tools", given=name
         )
-    function: Callable[..., Any] = found
     return function
 
 
 ELSEWHERE: ContextVar[list[str] | None] = ContextVar("elsewhere", default=None)
-"""Set where runs may be played on other machines: takes why a program cannot be started on this
-one, which is no error then.
+"""Set if other machines may play the runs: collects programs missing on this machine instead of an
+error.
 """
 
 
 def missing(program: str, env: Mapping[str, str]) -> str:
-    """Why a program cannot be started with these variables besides ours; empty: it can, or others
-    are to start it.
+    """Return why a program cannot be started with these environment variables; empty if it can, or
+    if another machine starts it.
     """
     path = env.get("PATH", os.environ.get("PATH"))
     if shutil.which(program, path=path) is not None:
         return ""
-    why = f"{program!r} is no program here (PATH: {path}); install it, or write its whole path"
-    if (told := ELSEWHERE.get()) is None:
-        return why
-    told.append(why)
+    reason = f"{program!r} is no program here (PATH: {path}); install it, or write its whole path"
+    reasons = ELSEWHERE.get()
+    if reasons is None:
+        return reason
+    reasons.append(reason)
     return ""
 
 
@@ -341,8 +343,8 @@ def _model(function: Callable[..., Any], name: str) -> type[BaseModel]:
                 key="workflow_args.tools",
             )
         fields[p.name] = (hints.get(p.name, Any), ... if p.default is p.empty else p.default)
-    made: type[BaseModel] = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-    return made
+    model: type[BaseModel] = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+    return model
 
 
 def _schema(function: Callable[..., Any], name: str, model: type[BaseModel]) -> dict[str, Any]:
@@ -360,8 +362,8 @@ def _schema(function: Callable[..., Any], name: str, model: type[BaseModel]) -> 
 
 
 def _docstring(function: Callable[..., Any], parameters: set[str]) -> tuple[str, dict[str, str]]:
-    """(text before the parameters, what is said of each): lines `name: text`, also below Args: or
-    as :param name: text.
+    """Return (text before the parameters, text of each): lines `name: text`, also below Args: or as
+    :param name: text.
     """
     text = []
     about = {}

@@ -1,4 +1,4 @@
-"""Runs of several model calls: one loop that counts turns and tokens, whatever answers the model.
+"""Runs of several model calls: one loop that counts turns and tokens.
 
     class Guess(MultiTurnWorkflow):
         def begin(self, task):                    # opening messages
@@ -8,8 +8,8 @@
             hit = answer.text.strip() == str(self.secret)
             return Reply.say("no", reward=0.0) if not hit else Reply(reward=1.0, done=True)
 
-Knows no engine and no environment.  Invariant: earlier messages are never changed, so one sequence
-holds the run token by token.
+Knows no engine and no environment.  Invariant: earlier messages never change, so one sequence holds
+all tokens of the run.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ Message = dict[str, Any]
 
 
 async def waited(value: Any) -> Any:
-    """What user code gave, which may be awaitable."""
+    """Return the value of user code, awaited if it is awaitable."""
     return await value if inspect.isawaitable(value) else value
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What follows an answer: messages for the model, a reward for this step (None: it has none),
+    """The reaction to an answer: messages for the model, a reward for this step (None: no reward),
     and whether the run is over.
 
-    `info` (JSON values) goes into the step's experience.
+    `info` (JSON values) is stored in the step's experience.
     """
 
     messages: tuple[Message, ...] = ()
@@ -52,12 +52,12 @@ class Reply:
 
     @staticmethod
     def say(text: str, **more: Any) -> Reply:
-        """A user's message: `Reply.say("colder", reward=0.0)`."""
+        """Reply with a user message: `Reply.say("colder", reward=0.0)`."""
         return Reply(({"role": "user", "content": text},), **more)
 
 
 class TurnArgs(BaseModel):
-    """How long a run may be, and what becomes of its calls."""
+    """Limits of a run, and the layout of its experiences."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -65,8 +65,8 @@ class TurnArgs(BaseModel):
     max_turn_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens of one answer at most; all turns together, with what was said in "
-        "between: max_response_tokens",
+        description="tokens of one answer at most; of all turns and the messages in between: "
+        "max_response_tokens",
     )
     layout: Literal["joined", "steps"] = Field(
         "joined", description="one sequence of the whole run, or one for each call"
@@ -77,8 +77,7 @@ class TurnArgs(BaseModel):
     history: int | None = Field(
         None,
         ge=0,
-        description="steps: how many earlier turns the model is shown besides the opening; null: "
-        "all",
+        description="steps: earlier turns in the prompt besides the opening; null: all",
     )
 
     @model_validator(mode="after")
@@ -92,52 +91,47 @@ class TurnArgs(BaseModel):
 
 
 class MultiTurnWorkflow(Workflow):
-    """Base of workflows with several turns.  One object plays one run; its methods may be async or
-    ordinary functions.
+    """Base of workflows with several turns.  One object plays one run; its methods may be async.
 
-    Override `begin` and `react`; `close` is called in the end, whatever happens; `outcome` gives
-    named numbers for the score. `blocking = True` lets ordinary methods run in threads of their
-    own.
+    Override `begin` and `react`; `close` is always called at the end; `outcome` returns named parts
+    of the score.  `blocking = True`: ordinary methods run in threads.
     """
 
     Args: type[BaseModel] = TurnArgs
     blocking = False
-    # opening messages, the last ones, that are part of the first turn: not always shown where
-    # history is limited
+    # number of last opening messages that belong to the first turn, which `history` may drop
     observed = 0
 
     def __init__(self, **args: Any) -> None:
         self.args: Any = self.Args(**args)
 
     def begin(self, task: Task) -> Any:
-        """The opening messages."""
+        """Return the opening messages."""
         return task.chat()
 
     def react(self, answer: Completion) -> Any:
-        """What follows the answer, a Reply."""
+        """Return the Reply to an answer."""
         raise NotImplementedError(
             f"{type(self).__name__} must have a method react(self, answer) that gives a Reply"
         )
 
     def outcome(self) -> dict[str, float]:
-        """Named parts of the score, e.g. {"success": 1.0}; logged as reward/NAME."""
+        """Return named parts of the score, e.g. {"success": 1.0}; logged as reward/NAME."""
         return {}
 
     def leftover(self) -> Any:
-        """Reward of a run that a limit ended, added to that of its last step; None: nothing is
-        added.
-        """
+        """Return the reward to add to the last step of a run that a limit ended, or None."""
         return None
 
     def counts(self) -> dict[str, float]:
-        """More numbers for the monitor, rollout/NAME/mean."""
+        """Return further metrics, rollout/NAME/mean."""
         return {}
 
     def close(self) -> Any:
-        """Frees what the run held."""
+        """Free the resources of the run."""
 
     async def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The result of a method that may be async, or block."""
+        """Return the result of a method that may be async, or block."""
         if self.blocking:
             return await unblocked(
                 method, f"{type(self).__name__}.{method.__name__}", *args, **kwargs
@@ -155,22 +149,22 @@ class MultiTurnWorkflow(Workflow):
         messages: list[Message] = [dict(m) for m in await self.call(self.begin, task)]
         rewards: list[float | None] = []
         opening = len(messages)
-        left = task.sampling.max_tokens
+        budget = task.sampling.max_tokens
         done = False
         cut = False
         start: int | None = None
         for _ in range(args.max_turns):
-            most = left if args.max_turn_tokens is None else min(left, args.max_turn_tokens)
+            max_tokens = min(budget, args.max_turn_tokens or budget)
             try:
                 answer = await ctx.chat(
                     self._shown(messages, opening),
                     tools=list(self.tools()) or None,
-                    max_tokens=most,
+                    max_tokens=max_tokens,
                 )
             except PromptTooLong:
                 if start is None:
                     raise
-                cut = True  # what was said in between has used up the room
+                cut = True  # messages in between filled the context
                 break
             start = len(answer.prompt_tokens) if start is None else start
             messages.append(answer.message)
@@ -184,10 +178,10 @@ class MultiTurnWorkflow(Workflow):
             self._scored(ctx, reply)
             messages += reply.messages
             done = reply.done
-            left = self._left(task, ctx, start)
             if done:
                 break
-            if left < 1:
+            budget = self._token_budget(task, ctx, start)
+            if budget < 1:
                 cut = True
                 break
         if not done and rewards and (more := await self.call(self.leftover)) is not None:
@@ -196,25 +190,22 @@ class MultiTurnWorkflow(Workflow):
         return self._transcript(ctx, rewards, done=done, cut=cut)
 
     def tools(self) -> Sequence[Message]:
-        """Tools that the model is told of; none: those of the task."""
+        """Return the tools for the chat template; empty = the task's."""
         return ()
 
     def _shown(self, messages: list[Message], opening: int) -> list[Message]:
-        """What the model sees: all, or the opening and the last turns."""
+        """Return the messages of the prompt: all, or the opening and the last turns."""
         if self.args.history is None:
             return messages
         head = opening - self.observed
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= opening]
-        kept = answers[len(answers) - self.args.history :] if self.args.history else []
         if len(answers) <= self.args.history:
             return messages
-        first = kept[0] if kept else answers[-1] + 1
+        first = answers[-self.args.history] if self.args.history else answers[-1] + 1
         return [*messages[:head], *messages[_observed(messages, first, head) :]]
 
-    def _left(self, task: Task, ctx: RunContext, start: int) -> int:
-        """Tokens that the run may still take: answers and what was said in between count, the
-        opening does not.
-        """
+    def _token_budget(self, task: Task, ctx: RunContext, start: int) -> int:
+        """Return the tokens left for the run; its opening of `start` tokens does not count."""
         if self.args.layout == "joined":
             last = ctx.completions[-1]
             return task.sampling.max_tokens - (len(last.prompt_tokens) + len(last.tokens) - start)
@@ -231,14 +222,12 @@ class MultiTurnWorkflow(Workflow):
     def _transcript(
         self, ctx: RunContext, rewards: list[float | None], *, done: bool, cut: bool
     ) -> Transcript:
-        given = [float(r) for r in rewards if r is not None]
-        if self.args.credit == "step" and not given:
+        values = [float(r) for r in rewards if r is not None]
+        if self.args.credit == "step" and not values:
             raise ValueError(f"{type(self).__name__}: credit: step, but no step had a reward")
-        score = (
-            Score(value=math.fsum(given), parts=self.outcome())
-            if given and self.args.credit == "run"
-            else None
-        )
+        score = None
+        if values and self.args.credit == "run":
+            score = Score(value=math.fsum(values), parts=self.outcome())
         metrics = {
             "turns": float(len(rewards)),
             "finished": float(done),
@@ -251,16 +240,16 @@ class MultiTurnWorkflow(Workflow):
 
 
 class StepArgs(TurnArgs):
-    """As TurnArgs; one row for each call, each with the reward of its own step."""
+    """Like TurnArgs; one row per call, with the reward of its step."""
 
     layout: Literal["joined", "steps"] = Field("steps", description="one sequence for each call")
     credit: Literal["run", "step"] = Field(
-        "step", description="each row has the reward of its own step"
+        "step", description="each row has the reward of its step"
     )
 
 
 class PropagationArgs(StepArgs):
-    """As TurnArgs; one row for each call, all with the reward of the whole run."""
+    """Like TurnArgs; one row per call, all with the reward of the whole run."""
 
     credit: Literal["run", "step"] = Field(
         "run", description="all rows have the reward of the whole run"
@@ -268,22 +257,22 @@ class PropagationArgs(StepArgs):
 
 
 class StepWiseWorkflow(MultiTurnWorkflow):
-    """Every call is an experience with the reward that `react` gave it."""
+    """Makes every call an experience with the reward that `react` returned."""
 
     Args: type[BaseModel] = StepArgs
 
 
 class RewardPropagationWorkflow(MultiTurnWorkflow):
-    """Every call is an experience; all have the run's one reward (the sum of what `react` gave, or
-    the taskset's reward).
+    """Makes every call an experience; all have the run's reward (sum of step rewards, or the
+    taskset's reward).
     """
 
     Args: type[BaseModel] = PropagationArgs
 
 
 def _observed(messages: list[Message], answer: int, head: int) -> int:
-    """Where the messages begin that stand before answer number `answer` and after the one before
-    it, the head left out.
+    """Return the index of the first message between `answer` and the answer before it, at least
+    `head`.
     """
     i = answer
     while i > head and messages[i - 1]["role"] != "assistant":
@@ -292,17 +281,16 @@ def _observed(messages: list[Message], answer: int, head: int) -> int:
 
 
 def row_seed(task: Task) -> int:
-    """The seed that the task's row names, else the task's number."""
+    """Return the seed in the task's row, else the task's index."""
     seed = task.row.get("seed")
     return task.index if seed is None else int(seed)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What an action led to.  `info` holds JSON values; its `success` becomes a part of the score.
+    """The result of an action.  `info` holds JSON values; its `success` becomes a part of the score.
 
-    `reward` None: the step says nothing about the score.  A run none of whose steps has a reward is
-    scored by the taskset's reward.
+    `reward` None: no reward.  A run without rewards of its steps is scored by the taskset's reward.
     """
 
     observation: str
@@ -324,8 +312,8 @@ class EnvWorkflow(MultiTurnWorkflow):
                 return Step("Right!" if right else "Wrong.", reward=float(right), done=right)
 
     `instruction(task)` is the system message.  The reward of a run is the sum of its steps'
-    rewards; where no step has one, the taskset's reward scores the run.  If nobody names a reward,
-    a step without one earns 0.  With `layout: steps` each row's info has `step_reward` and
+    rewards; without any, the taskset's reward scores the run.  Where the taskset names none either,
+    a step without a reward earns 0.  With `layout: steps` each row's info has `step_reward` and
     `env_state_hash` (of `state()`, by default the observation), which `gigpo` reads.
     """
 
@@ -333,32 +321,32 @@ class EnvWorkflow(MultiTurnWorkflow):
     _state = ""
     _observation = ""
     _success: float | None = None
-    _missing: float | None = None  # reward of a step that names none
+    _missing: float | None = None  # reward of a step without one
 
     @staticmethod
     def gives(args: Mapping[str, Any]) -> set[str]:
-        """What algorithms find in the rows."""
+        """Return the fields that the workflow writes for algorithms."""
         return {"info.env_state_hash"} if args.get("layout") == "steps" else set()
 
     def reset(self, task: Task) -> Any:
-        """The first observation, a text."""
+        """Return the first observation, a text."""
         raise NotImplementedError(
             f"{type(self).__name__} must have a method reset(self, task) that gives the first "
             f"observation"
         )
 
     def step(self, action: str) -> Any:
-        """What an action leads to, a Step.  `action` is the answer's text behind its thought."""
+        """Return the Step of an action, the answer's text after its thought."""
         raise NotImplementedError(
             f"{type(self).__name__} must have a method step(self, action) that gives a Step"
         )
 
     def instruction(self, task: Task) -> str:
-        """What the model is told first; empty: nothing but the task's own system prompt."""
+        """Return the system message, by default the task's; empty: none."""
         return task.system_prompt or ""
 
     def state(self) -> str:
-        """A text that is equal for equal states; by default what the model was shown last."""
+        """Return a text that is equal for equal states, by default the last observation."""
         return self._observation
 
     def outcome(self) -> dict[str, float]:
@@ -368,12 +356,12 @@ class EnvWorkflow(MultiTurnWorkflow):
         self._missing = 0.0 if task.reward is None and self.usual_reward is None else None
         self._observation = await self.call(self.reset, task)
         self._state = self.state()
-        told = self.instruction(task)
-        system = [{"role": "system", "content": told}] if told else []
+        instruction = self.instruction(task)
+        system = [{"role": "system", "content": instruction}] if instruction else []
         return [*system, {"role": "user", "content": self._observation}]
 
     async def react(self, answer: Completion) -> Reply:
-        began = self._state
+        previous_state = self._state
         step = await self.call(self.step, answer.answer)
         if not isinstance(step, Step):
             raise TypeError(
@@ -383,6 +371,6 @@ class EnvWorkflow(MultiTurnWorkflow):
         self._state = self.state()
         if "success" in step.info:
             self._success = float(step.info["success"])
-        info = {"env_state_hash": xxhash.xxh3_64_hexdigest(began.encode()), **step.info}
+        info = {"env_state_hash": xxhash.xxh3_64_hexdigest(previous_state.encode()), **step.info}
         reward = self._missing if step.reward is None else float(step.reward)
         return Reply.say(step.observation, reward=reward, done=step.done, info=info)

@@ -51,7 +51,7 @@ async def main(ledger: str, bill: str, cap: float) -> None:
         max_tokens=50,
     )
     client = JudgeClient(Billed(Path(bill)), "judge", args)
-    metrics = judge_metrics.of("attacked")
+    metrics = judge_metrics.for_judge("attacked")
 
     async def ask(i: int) -> None:
         request = GenerateRequest(

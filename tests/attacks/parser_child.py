@@ -17,10 +17,11 @@ from typing import Any
 from rft.extras.sandbox import repair_workflow as repair
 from rft.extras.sandbox.code_reward import program_of
 from rft.extras.sandbox.remote_sandbox import _compared, _read
+from rft.extras.worlds import calibration_reward, dapo_reward, tool_call_workflow
 from rft.extras.worlds.adapters import chosen
+from rft.extras.worlds.countdown_reward import evaluated
 from rft.plugins import import_file, shipped_workflows
-from rft.reward import answer_values, calibration, dapo, extract, math, measures, search_qa, verdict
-from rft.reward.countdown_reward import evaluated
+from rft.reward import answer_values, extract, math, measures, search_qa, verdict
 from rft.reward.delimiters import PromptDelimiters, Scale, inert
 from rft.secrets import redact, safe
 from rft.types import thoughts
@@ -29,7 +30,6 @@ from rft.workflow import tools as toolcalls
 
 sql = import_file(shipped_workflows() / "sql.py")
 agent = import_file(shipped_workflows() / "agent.py")
-tools = import_file(shipped_workflows() / "tools.py")
 sudoku = import_file(shipped_workflows() / "sudoku.py").SudokuWorkflow()
 sudoku.board = [[0] * 9] * 9
 
@@ -58,10 +58,10 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "first value": answer_values.first_value,
     "conclusion": lambda t: (math.result_of(t), math._as_text(t), math._formula(t)),
     "thought": lambda t: thoughts.split_thought(t, opened=True),
-    "stated confidence": lambda t: (calibration._read(t), extract.blocks(t, "confidence")),
+    "stated confidence": lambda t: (calibration_reward._read(t), extract.blocks(t, "confidence")),
     "sudoku": sudoku._moves,
-    "dapo": lambda t: dapo.stated_answer(t),
-    "search_qa": search_qa.plain,
+    "dapo": lambda t: dapo_reward.stated_answer(t),
+    "search_qa": search_qa.without_articles,
     "countdown": lambda t: evaluated(t),
     "program": lambda t: program_of(t, "def f():\n", "f"),
     "judge verdict": _verdict,
@@ -76,7 +76,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "files to repair": repair.BLOCK.findall,
     "react": lambda t: (agent._ACTION.search(t), agent._ANSWER.findall(t)),
     "calculator": lambda t: agent.calculate(t),
-    "tool thought": tools._THOUGHT.match,
+    "tool thought": tool_call_workflow._THOUGHT.match,
     "remote sandbox": lambda t: _read(t.encode("utf-8", "surrogatepass")),
     "remote result": lambda t: _compared(t, [1], True),
     "log": redact,

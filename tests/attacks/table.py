@@ -1,4 +1,4 @@
-"""The mark of an attempt, and the table of docs/security.md that is made from the marks.
+"""The mark of an attempt, and the table of docs/measured/attacks.md that is made from the marks.
 
 Every test of this folder says with `@attack(FINDING, TRIES, HAPPENS)` what it tries and what
 happens; each of its parameters is one attempt.
@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-DOC = HERE.parents[1] / "docs" / "security.md"
+DOC = HERE.parents[1] / "docs" / "measured" / "attacks.md"
 BEGIN = "<!-- attempts: written by `python -m tests.attacks.table` -->"
 END = "<!-- end of the attempts -->"
 

@@ -82,7 +82,7 @@ async def _play(program: str, *argv: str, reward: str | None, **args: Any) -> An
     )
     group = await run_group(
         of,
-        Recipes().of(of),
+        Recipes().find(of),
         ScriptedEngine(answer=lambda m: "5"),
         GroupId(1, 0, 3, 5),
         limits=RunLimits(max_timeout_s=60),

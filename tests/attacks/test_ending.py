@@ -21,7 +21,7 @@ async def test_signals_are_taken_back_from_a_library_in_c() -> None:
     with Signals() as signals:
         # SIG_DFL: the next one would end this process
         ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(0))
-        signals.take()
+        signals.install()
         for count in (1, 2):
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.wait_for(signals.wait(count), 20)

@@ -20,14 +20,14 @@ from yarl import URL
 
 from rft.api.stored_run import open_run
 from rft.buffer.audit import audit_run
-from rft.buffer.base import make_storage
 from rft.buffer.query import open_run as questions_of
 from rft.buffer.schema import payloads
 from rft.buffer.settings import BufferSettings
+from rft.buffer.storage_choice import make_storage
 from rft.errors import ConfigError, PayloadDamaged, RftError
-from rft.extras.view.report import comparison
-from rft.extras.view.report.facts import collect
-from rft.extras.view.report.page import page
+from rft.extras.view import report_comparison as comparison
+from rft.extras.view.report_facts import collect
+from rft.extras.view.report_page import page
 from rft.monitor.read import MOST_LINE
 from tests.attacks.table import attack
 from tests.extras.view.viewed import stored, viewing
@@ -314,7 +314,7 @@ def test_no_step_is_endless(name: str, honest: Path) -> None:
     began = time.process_time()
     with questions_of(honest) as questions, questions.ask(ENDLESS[name], timeout_s=600.0) as answer:
         list(answer.rows)
-    # of the processor; as SQLite does it they would take days
+    # of the processor
     assert time.process_time() - began < 20
 
 

@@ -23,7 +23,7 @@ from rft.errors import DiskFull
 from rft.files.disk import full, is_full, write_whole
 from rft.launch.part_host import MOST_LINES, ErrorLines
 from rft.monitor.monitor import Monitor
-from rft.monitor.settings import MonitorSettings
+from rft.monitor.settings import MonitorConfig, TrackedRun
 from rft.types.metrics import MetricRecord
 from tests.attacks.table import attack
 from tests.attacks.test_run_folders import start
@@ -169,7 +169,7 @@ def test_a_full_log(capsys: pytest.CaptureFixture[str]) -> None:
 @attack("L", "numbers of a run that cannot be written", "DiskFull that names the file")
 async def test_full_metrics(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    monitor = Monitor(MonitorSettings(folder=tmp_path, kinds=()))
+    monitor = Monitor(MonitorConfig(), TrackedRun(folder=tmp_path))
     with pytest.raises(DiskFull, match=r"metrics\.jsonl cannot be written: No space left"):
         await monitor.log(MetricRecord(role="trainer", step=1, time=0.0, values={"x": 1.0}))
     with pytest.raises(OSError, match="No space left"):

@@ -22,7 +22,7 @@ import pytest
 from rft.engine import external
 from rft.engine.built_in import make
 from rft.engine.external import ExternalEngine
-from rft.engine.settings import EngineSettings, ExternalSettings
+from rft.engine.settings import EngineSettings, ExternalModelConfig
 from rft.errors import ConfigError, EngineFailed
 from rft.reward import judge_metrics
 from rft.reward.judge_args import JudgeArgs
@@ -139,7 +139,7 @@ async def _spend(model: FakeJudge, args: JudgeArgs) -> None:
     client = JudgeClient(model, "judge", args)
     try:
         while True:
-            await client.generate(REQUEST, 60, judge_metrics.of("attacked"))
+            await client.generate(REQUEST, 60, judge_metrics.for_judge("attacked"))
     finally:
         await client.close()
 
@@ -174,7 +174,7 @@ async def test_what_is_sent_again_is_paid_again(tmp_path: Path) -> None:
         cache="off", cost_ledger=str(tmp_path / "c.db"), max_cost_usd=1e6, max_tokens=50, **PRICES
     )
     client = JudgeClient(Breaks(5), "judge", args)
-    await client.generate(REQUEST, 60, judge_metrics.of("attacked"))
+    await client.generate(REQUEST, 60, judge_metrics.for_judge("attacked"))
     assert MOST < client.ledger.spent("judge") < 2 * MOST
     await client.close()
     assert "RESENT" in ExternalEngine._post.__code__.co_names
@@ -229,7 +229,7 @@ async def test_what_a_server_may_have_worked_on_is_counted(
     port = listening.sockets[0].getsockname()[1]
     if answer is None:
         listening.close()
-    server = ExternalSettings(
+    server = ExternalModelConfig(
         model_name="judge", base_url=f"http://127.0.0.1:{port}/v1", max_retries=0
     )
     engine = await make(
@@ -244,7 +244,7 @@ async def test_what_a_server_may_have_worked_on_is_counted(
         if name != "an answer"
         else contextlib.nullcontext()
     ):
-        await client.generate(REQUEST, 60, judge_metrics.of("attacked"))
+        await client.generate(REQUEST, 60, judge_metrics.for_judge("attacked"))
     assert client.ledger.spent("judge") == pytest.approx(MOST * share)
     await client.close()
     await engine.close()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rft.errors import ConfigError
-from rft.taskset import chatfiles
+from rft.taskset import template_worker
 from tests.attacks.refused import CONFIG, assert_refused, check
 from tests.attacks.table import attack
 
@@ -100,34 +100,24 @@ FILES: dict[str, tuple[Change, str]] = {
         "is no tokenizer",
     ),
     "a pipe for the weights": (_pipe("model.safetensors"), "is a pipe, not a plain file"),
-    "a negative shape": (
-        _tensors(_one(shape=[-1, -1]), b"0000"),
-        "entry of tensor a is unreadable",
-    ),
+    "a negative shape": (_tensors(_one(shape=[-1, -1]), b"0000"), "integer `-1`, expected usize"),
     "a shape of 10^30": (_tensors(_one(shape=[10**30], data_offsets=[0, 4 * 10**30])), "damaged"),
     "texts for offsets": (
         _tensors(_one(data_offsets=["0", "4"]), b"0000"),
-        "entry of tensor a is unreadable",
+        'string "0", expected usize',
     ),
-    "a list for a type": (_tensors(_one(dtype=[]), b"0000"), "entry of tensor a is unreadable"),
+    "a list for a type": (_tensors(_one(dtype=[]), b"0000"), "invalid JSON in header"),
     "two tensors in the same bytes": (
         _tensors(_one() | {"b": _one()["a"]}, b"0000"),
-        "lie in the same bytes",
+        "invalid offset for tensor",
     ),
-    "a tensor twice": (
-        _tensors(
-            b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
-            b"0000",
-        ),
-        "is written twice",
-    ),
-    "a nested header": (_tensors(b"[" * 100_000), "nested too deeply"),
+    "a nested header": (_tensors(b"[" * 100_000), "invalid JSON in header"),
     "a pointer of Git LFS": (
         _text("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"),
         "run `git lfs pull` there",
     ),
-    "a header of 2^63 bytes": (_tensors({}, length=2**63), "header claims"),
-    "a header that is no text": (_tensors(b"\xff" * 10), "header is not JSON"),
+    "a header of 2^63 bytes": (_tensors({}, length=2**63), "header too large"),
+    "a header that is no text": (_tensors(b"\xff" * 10), "invalid UTF-8 in header"),
     "weights of another folder": (
         _text("model.safetensors.index.json", '{"weight_map": {"a": "../../etc/passwd"}}'),
         "the name of a file beside it",
@@ -184,9 +174,23 @@ TEMPLATES = {
         "endfor %}",
         "did not finish|MemoryError",
     ),
-    "a text times 10^10": ("{{ 'x' * 10**10 }}", "too large a value"),
-    "a power": ("{{ 2 ** 10**9 }}", "too large a value"),
-    "a wide format": ("{{ '%999999999d' % 1 }}", "too much space"),
+    "a text times 10^10": ("{{ 'x' * 10**10 }}", "MemoryError"),
+    "a power": ("{{ 3 ** (10**9) }}", "did not finish"),
+    "a wide format": ("{{ '%999999999d' % 1 }}", "MemoryError"),
+    "a wide filter of formats": ("{{ '%0999999999d'|format(1) }}", "MemoryError"),
+    "a wide method of formats": ("{{ '{:>9999999999}'.format(1) }}", "MemoryError|ValueError"),
+    "a centre": ("{{ 'a'|center(10000000000) }}", "MemoryError"),
+    "a method that centres": ("{{ 'a'.ljust(10000000000) }}", "MemoryError"),
+    "tabs": ("{{ '\t'.expandtabs(2000000000) }}", "MemoryError"),
+    "an indent": ("{{ ('a\n' * 100000)|indent(100000) }}", "MemoryError"),
+    "a join": ("{{ range(100000)|join('x' * 100000) }}", "MemoryError"),
+    "a replacement": ("{{ ('a' * 100000)|replace('a', 'b' * 100000) }}", "MemoryError"),
+    "a text of 100 million": ("{{ 'x' * 10**8 }}", "at most 33554432"),
+    "numbers that square": (
+        "{% set ns = namespace(a=9**1000) %}{% for i in range(25) %}{% set ns.a = ns.a * ns.a %}"
+        "{% endfor %}",
+        "did not finish",
+    ),
     "a macro that calls itself": (
         "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
         "RecursionError",
@@ -212,10 +216,14 @@ TEMPLATES = {
 def test_templates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, says = TEMPLATES[name]
     monkeypatch.setattr(
-        chatfiles, "RENDER_S", 0.5 if "did not finish" in says else 60.0
+        template_worker, "RENDER_S", 0.5 if "did not finish" in says else 60.0
     )  # a busy machine ends no other one early
     with pytest.raises(ConfigError, match=f"chat template .*({says})"):
-        chatfiles.render(source, [{"role": "user", "content": "hi"}], [], {})
+        template_worker.render(
+            source, [{"role": "user", "content": "hi"}], [], {}, [(1, True)], key="k"
+        )
+    written = template_worker.render("{{ bos }}", [], [], {"bos": "<s>"}, [(0, True)], key="k")
+    assert written == ["<s>"]
 
 
 @attack("L", "a file for a template that is none", "refused with the key")
@@ -229,6 +237,6 @@ def test_no_template(kind: str, tiny_model: Path, tmp_path: Path) -> None:
     else:
         file = Path(kind)
     assert_refused(
-        check(CONFIG, tiny_model, f"model.chat_template_path={file}"),
-        "model.chat_template_path: cannot be read",
+        check(CONFIG, tiny_model, f"model.custom_chat_template={file}"),
+        "model.custom_chat_template: cannot be read",
     )

@@ -19,21 +19,22 @@ import pytest
 
 from rft import Judge, Scale
 from rft.algorithm.composition import _bind
-from rft.config import gold
+from rft.algorithm.settings import AlgorithmSettings
 from rft.config.context import Problems
-from rft.config.gold import scored
 from rft.engine.scripted import ScriptedEngine
 from rft.errors import ConfigError, PluginStopped, RunFailed, is_ours
+from rft.extras.migrate.score_functions.one_answer import reward_of
+from rft.extras.migrate.score_functions.reward_managers import ManagerArgs
 from rft.plugins import REGISTRY, load_all, unmarked
+from rft.preflight import gold_answers
+from rft.preflight.gold_answers import score_gold_answers
 from rft.reward.base import FunctionReward, Reward, score, score_group
-from rft.reward.build_reward import of
-from rft.reward.functions import adapt
-from rft.reward.manager import ManagerArgs
+from rft.reward.build_reward import from_plugin
 from rft.testing.judge import FakeJudge
 from rft.types.completion import Transcript
 from rft.types.task import Task
 from rft.worker.blocked import held_up_by, name_what_blocks
-from rft.worker.threads import contained, in_thread, within
+from rft.worker.threads import contained, in_thread
 from rft.workflow.agent import AgentWorkflow
 from rft.workflow.base import RunContext
 from rft.workflow.recipes import Recipes
@@ -120,12 +121,12 @@ async def test_m3_code_in_threads_and_parts_of_algorithms(
     with pytest.raises(PluginStopped, match=f"it {says}"), contained("it"):
         ends()
     if how != "StopIteration":
-        monkeypatch.setattr("rft.algorithm.composition.check_args", lambda *_: None)
+        monkeypatch.setattr("rft.algorithm.composition.part_args", lambda *_: None)
         monkeypatch.setattr(REGISTRY, "get", lambda kind, name: unmarked(kind, name, ends))
         with pytest.raises(PluginStopped, match=f"advantage_fn mine {says}"):
-            _bind("advantage_fn", "mine", {})(1)
+            _bind("advantage_fn", AlgorithmSettings(advantage_fn="mine"))(1)
         with pytest.raises(ConfigError, match="reward 'made' cannot be made"):
-            of(
+            from_plugin(
                 unmarked(
                     "reward",
                     "made",
@@ -146,7 +147,7 @@ async def _in_compute_score_with_a_deadline(ends: Any) -> None:
     async def compute_score(solution_str: str, ground_truth: str) -> float:
         return float(ends())
 
-    made = adapt(compute_score, {}, ManagerArgs(reward_timeout_s=30), name="mine", key="reward")
+    made = reward_of(compute_score, {}, ManagerArgs(reward_timeout_s=30), name="mine", key="reward")
     await score(made, task("4"), said("4"))
 
 
@@ -161,7 +162,7 @@ async def _in_prepare(ends: Any) -> None:
     load_all()
     recipes = Recipes()
     made = msgspec.structs.replace(task("4"), workflow="simple_workflow")
-    await recipes._prepare(dataclasses.replace(recipes.of(made), reward=Prepares()))
+    await recipes._prepare(dataclasses.replace(recipes.find(made), reward=Prepares()))
 
 
 async def _in_an_agent(ends: Any) -> None:
@@ -339,7 +340,7 @@ def test_m9_what_blocks_a_check_is_ended(tmp_path: Path, monkeypatch: pytest.Mon
     asyncio.run(_blocked_outside_of_a_check(FunctionReward(scope["slow"]), ended))
     assert told and not any("not returned" in text for text in told)
     ended.clear()
-    scored([task("4")], [FunctionReward(scope["slow"])])
+    score_gold_answers([task("4")], [FunctionReward(scope["slow"])])
     over.set()
     assert f"slow() in {file}, line 2 has not returned for 1 s" in told[-1]
     code = "import rft.cli.main as m; m._end_check('it has not returned')"
@@ -371,12 +372,14 @@ def test_m9_a_reward_that_sleeps_is_asked_once_by_a_check(monkeypatch: pytest.Mo
         over.wait(60)
         return 1.0
 
-    monkeypatch.setattr(gold, "REWARD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(gold_answers, "REWARD_TIMEOUT_S", 0.2)
     problems = Problems()
     hung = set[str]()
     one = FunctionReward(sleeps)
     for row in (task("4"), task("5"), task("6")):
-        gold.gold_of(msgspec.structs.replace(row, reward="sleeps"), one, "key", problems, hung)
+        gold_answers.check_gold_answer(
+            msgspec.structs.replace(row, reward="sleeps"), one, "key", problems, hung
+        )
     over.set()
     assert len(asked) == 1 and len(problems.warnings) == 1
     assert (
@@ -396,7 +399,7 @@ def test_a_script_that_waits_for_rft_is_not_what_blocks() -> None:
         looked.set()
 
     threading.Thread(target=look).start()
-    within(60, looked.wait)
+    assert looked.wait(60)
     assert seen == [None]
 
 
@@ -412,6 +415,7 @@ class Own(BaseException): pass
 
 def reward_exits(task, transcript): sys.exit(0)
 async def reward_exits_async(task, transcript): sys.exit(0)
+def reward_leaves(task, transcript): os._exit(0)
 def reward_own(task, transcript): raise Own("nothing catches me")
 
 class Blocks(Workflow):
@@ -456,6 +460,10 @@ RUNS = {
         (f"{INPUT}.default_reward_fn_type=FILE:reward_exits_async",),
         ("called sys.exit(0)",),
     ),
+    "reward ends the process": (
+        (f"{INPUT}.default_reward_fn_type=FILE:reward_leaves",),
+        ("FILE, line", "called os._exit(0); a plugin must not end the program"),
+    ),
     "reward raises its own": (
         (f"{INPUT}.default_reward_fn_type=FILE:reward_own",),
         ("raised Own: nothing catches me",),
@@ -492,13 +500,19 @@ RUNS = {
 }
 
 
+# of those that end by the same code as another, and take as long
+ALIKE = ("reward raises its own", "source exits", "advantage exits", "operator exits")
+
+
 @attack(
     "M3, M9",
     "whole runs whose reward, workflow, operator, source, advantage or loss does so",
     "exit code 4 with its name, never 0",
 )
 @pytest.mark.e2e
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in ALIKE)) for k in RUNS]
+)
 def test_m3_m9_a_run_ends_with_the_name_and_never_with_success(
     tiny_model: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -548,3 +562,19 @@ def test_m3_a_plugin_that_exits_while_it_is_looked_at_is_no_success(tmp_path: Pa
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 4 and f"{file}, line 2, called sys.exit(0)" in done.stderr
+
+
+@attack(
+    "R8", "a plugin that ends the process while rft check imports it", "exit code 4 with its name"
+)
+@pytest.mark.parametrize("code", [0, 3])
+def test_an_import_that_ends_the_process_is_named(
+    tiny_model: Path, tmp_path: Path, code: int
+) -> None:
+    file = tmp_path / "leave.py"
+    file.write_text(f"import os\n\nos._exit({code})\n")
+    command = [sys.executable, "-m", "rft", "check", "-c", str(CONFIG)]
+    command += [f"model.model_path={tiny_model}", f"{INPUT}.default_reward_fn_type={file}:reward"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert f"{file}, line 3, called os._exit({code})" in done.stderr

@@ -19,7 +19,7 @@ from rft.buffer.query import open_run
 from rft.buffer.settings import BufferSettings
 from rft.errors import ConfigError
 from rft.launch.rundir import RunDir
-from rft.trainer import manifest as manifests
+from rft.trainer.checkpoint import manifest as manifests
 from rft.types.ids import Version
 from rft.types.ports import Consumption
 from tests.attacks.refused import CONFIG

@@ -18,8 +18,8 @@ import yaml
 from rft.config.load import load
 from rft.config.save import changes, save
 from rft.config.schema.source import hidden
-from rft.config.verify import check
 from rft.launch.rundir import RunDir
+from rft.preflight.check import check
 from rft.secrets import is_secret_name, learn_environment, redact, to_file
 from tests.attacks.table import attack
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,6 +188,55 @@ async def test_no_path_leads_out(run: Viewed, path: str) -> None:
         session.get(URL(server.address + path, encoded=True)) as answer,
     ):
         assert answer.status in (403, 404)
+
+
+@pytest.fixture(scope="module")
+def view_process(run: Viewed) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`rft view` and its address."""
+    command = [sys.executable, "-m", "rft", "view", str(run.folder), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[1]
+        yield process, address
+        process.terminate()
+
+
+def most_memory(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
+
+
+NUMBERS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {}) "
+LARGE = {  # SQL: words of the page
+    NUMBERS.format(3000) + "SELECT hex(zeroblob(300000)) FROM n": "the first 1000 rows",
+    NUMBERS.format(12) + "SELECT hex(zeroblob(7000000)) FROM n": "12 rows",
+    NUMBERS.format(1000) + f"SELECT {', '.join(['hex(zeroblob(400))'] * 40)} FROM n": (
+        "the page shows 2 MiB"
+    ),
+    f"SELECT {', '.join(['hex(zeroblob(7000000))'] * 200)}": "more memory",
+    "SELECT hex(zeroblob(9000000))": "too big",
+    NUMBERS.format(900) + "SELECT group_concat(hex(zeroblob(1000000))) FROM n": "too big",
+    "SELECT replace(hex(zeroblob(3000000)), '0', hex(zeroblob(3000000)))": "too big",
+}
+
+
+@pytest.mark.e2e
+@attack("R4", "queries whose answer is gigabytes", "cut to 2 MiB, or refused; under 500 MB")
+@pytest.mark.parametrize("sql", LARGE)
+async def test_large_answers_take_little_memory(
+    view_process: tuple[subprocess.Popen[str], str], sql: str
+) -> None:
+    process, address = view_process
+    async with aiohttp.ClientSession() as session:
+        page = await read(session, f"{address}run/run/sql?q={quote(sql)}")
+        assert LARGE[sql] in Page(page).text
+        assert len(page) < 16 << 20
+        if LARGE[sql] == "12 rows":  # 168 MB
+            async with session.get(
+                URL(f"{address}run/run/sql.csv?q={quote(sql)}", encoded=True)
+            ) as f:
+                assert sum([len(part) async for part in f.content.iter_any()]) > 168e6
+    assert most_memory(process.pid) < 500 << 20
 
 
 @attack(

@@ -15,7 +15,7 @@ import pytest
 
 from rft.monitor.monitor import ALARM, Monitor, check_available
 from rft.monitor.read import read
-from rft.monitor.settings import MonitorSettings
+from rft.monitor.settings import MonitorConfig, TrackedRun
 from rft.types.metrics import MetricRecord
 from tests.helpers.trackers import Values, tensorboard, wandb_values
 
@@ -109,15 +109,14 @@ READERS: dict[str, Callable[[Path], tuple[Values, str]]] = {
 async def run_with(folder: Path, kinds: tuple[str, ...]) -> None:
     check_available(kinds, ARGS)
     monitor = Monitor(
-        MonitorSettings(
+        MonitorConfig(monitor_type=kinds, monitor_args={k: ARGS[k] for k in kinds if k in ARGS}),
+        TrackedRun(
             folder=folder,
-            kinds=kinds,
-            args={k: ARGS[k] for k in kinds if k in ARGS},
             project="project",
             group="group",
             name="name",
             config={"algorithm": {"type": "grpo"}},
-        )
+        ),
     )
     await monitor.samples("sums", 0, ROWS)
     grouped: dict[tuple[str, int], dict[str, float]] = {}

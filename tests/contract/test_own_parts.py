@@ -14,11 +14,11 @@ import torch
 
 from rft.algorithm.base import Denominators, LossInputs, StepInputs, StepRow
 from rft.algorithm.composition import build
-from rft.config.check_report import Report
 from rft.config.plan import Plan
-from rft.config.verify import check
 from rft.monitor.monitor import ALARM, Monitor
 from rft.monitor.read import read
+from rft.preflight.check import check
+from rft.preflight.check_report import Report
 from rft.taskset.open_source import open_taskset
 from rft.types.metrics import MetricRecord
 from rft.types.ports import GroupStats
@@ -153,7 +153,7 @@ def test_what_is_written_wrong_is_refused_by_its_key(
 
 
 async def test_tracker_gets_everything(plan: Plan, tmp_path: Path) -> None:
-    monitor = Monitor(replace(plan.monitor, folder=tmp_path))
+    monitor = Monitor(plan.monitor, replace(plan.tracked_run, folder=tmp_path))
     await monitor.log(MetricRecord(role="trainer", step=1, time=0.0, values={"actor/loss": 0.5}))
     await monitor.samples("sums", 0, [{"prompt": "1+1?"}])
     await monitor.close()

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from rft.buffer.audit import audit_run
-from rft.buffer.base import make_storage
 from rft.buffer.buffer import Buffer
 from rft.buffer.query import open_run
 from rft.buffer.settings import BufferSettings
-from rft.config.verify import check
+from rft.buffer.storage_choice import make_storage
+from rft.preflight.check import check
 from rft.testing.storage_contract import StorageContract, fill, ids, take
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ import hashlib
 
 from pydantic import BaseModel
 
-from rft.buffer.base import Storage, storage
+from rft.buffer.storage.base import Storage, storage
 from rft.buffer.priority import PriorityFn
 from rft.errors import PayloadDamaged
 
@@ -134,7 +134,7 @@ class TestShelf(StorageContract):
         ("storage_type={root}/shelf.py:Shelve", "shelf.py has no 'Shelve'; it defines .*Shelf"),
         (
             "storage_type={root}/shelf.py:no_class",
-            r"must be a class X\(Storage\) of rft.buffer.base",
+            r"must be a class X\(Storage\) of rft.buffer.storage.base",
         ),
         ("storage_type=no.such.module:Shelf", "No module named 'no'"),
         ("storage_type=fille", "unknown storage 'fille'.  Known: .*Did you mean file"),
@@ -152,10 +152,10 @@ def test_a_marked_storage_is_found_again_without_the_plugin_folder(config: Path)
     )
     assert type(make_storage(settings)).__name__ == "Marked"
     code = (
-        "import sys, rft.buffer.base as b; s, = sys.argv[1:]; print(b.REGISTRY.get('storage', "
+        "import sys, rft.buffer.storage_choice as b; s, = sys.argv[1:]; print(b.REGISTRY.get('storage', "
         "s).obj.__name__)"
     )
-    from rft.buffer.base import storage_reference
+    from rft.buffer.storage_choice import storage_reference
 
     done = subprocess.run(
         [sys.executable, "-c", code, storage_reference("marked_shelf")],

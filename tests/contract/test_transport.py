@@ -19,7 +19,7 @@ import xxhash
 
 from rft.errors import WeightSyncFailed
 from rft.sync.base import Transport
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import FixedSync
 from rft.sync.transport import blob, memory
 from rft.sync.transport.choose import make
 from rft.types.ids import Version
@@ -79,7 +79,7 @@ def transport(
         monkeypatch.setattr(memory, "memory_is_readable", lambda: False)
         monkeypatch.setattr(memory, "_SHM", tmp_path / "shm-that-is-not-there")
     made = make(
-        SyncSettings(method=request.param.removesuffix("-through-files")), tmp_path / "sync"
+        FixedSync(sync_method=request.param.removesuffix("-through-files")), tmp_path / "sync"
     )
     yield made
     made.close()
@@ -258,7 +258,7 @@ def test_a_generator_that_breaks_half_way_leaves_the_served_version_whole(
 
 def test_memory_leaves_no_name_and_few_descriptors(tmp_path: Path) -> None:
     before = num_descriptors()
-    made = make(SyncSettings(method="memory"), tmp_path / "sync")
+    made = make(FixedSync(sync_method="memory"), tmp_path / "sync")
     for step in range(10):
         manifest = stage(made, step)
     assert manifest.path.startswith("/proc/")
@@ -272,7 +272,7 @@ def test_memory_leaves_no_name_and_few_descriptors(tmp_path: Path) -> None:
 
 def test_memory_is_asked_for_once(tmp_path: Path) -> None:
     """A slot has its memory before it is written, but for the first version."""
-    made = make(SyncSettings(method="memory"), tmp_path / "sync")
+    made = make(FixedSync(sync_method="memory"), tmp_path / "sync")
     given = {"a": torch.ones(3, 5), "b": torch.ones(8 << 20)}
     faults = []
     for step in range(5):
@@ -288,10 +288,10 @@ def test_memory_is_asked_for_once(tmp_path: Path) -> None:
 
 def test_checkpoint_removes_what_an_earlier_start_left(tmp_path: Path) -> None:
     folder = tmp_path / "sync"
-    first = make(SyncSettings(method="checkpoint"), folder)
+    first = make(FixedSync(sync_method="checkpoint"), folder)
     stage(first, 7)
     (folder / "weights-1-8.tmp").write_bytes(b"half")
-    second = make(SyncSettings(method="checkpoint"), folder)
+    second = make(FixedSync(sync_method="checkpoint"), folder)
     stage(second, 0)
     assert [f.name for f in folder.iterdir()] == ["weights-1-0.bin"]
     with pytest.raises(WeightSyncFailed, match="already staged"):
@@ -299,7 +299,7 @@ def test_checkpoint_removes_what_an_earlier_start_left(tmp_path: Path) -> None:
 
 
 def test_disk_full_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = make(SyncSettings(method="checkpoint"), tmp_path)
+    made = make(FixedSync(sync_method="checkpoint"), tmp_path)
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")

@@ -37,7 +37,7 @@ async def live(root: Path, storage_type: Any, durability: Any, said: int) -> Non
 
     for batch in range(STEPS):
         await asyncio.gather(*(append(batch, task) for task in range(3)))
-        await writer.close_batch(batch, accepted=3, wanted=3, reasons={})
+        await writer.close_batch(batch, accepted=3, expected=3, reasons={})
         await take(buffer, line, batch + 1, 3)
         await buffer.reader(line).use(batch + 1)
         say(used=[line, batch + 1])

@@ -21,7 +21,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 
 import rft.engine.transformers
 import rft.launch.modes
-import rft.trainer.learner  # noqa: F401
+import rft.trainer.loop.learner  # noqa: F401
 from rft.launch.execute import execute
 
 

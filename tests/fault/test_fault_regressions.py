@@ -12,7 +12,7 @@ from rft.buffer.audit import audit_run
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
 from rft.testing.storage_contract import fill, ids, take
-from rft.trainer import manifest as manifests
+from rft.trainer.checkpoint import manifest as manifests
 from rft.types.ids import Version
 
 

@@ -19,6 +19,7 @@ import msgspec
 import psycopg
 import pytest
 
+from rft.buffer import database
 from rft.buffer.audit import audit_run
 from rft.buffer.buffer import Buffer
 from rft.buffer.location import find
@@ -27,6 +28,7 @@ from rft.errors import BufferFailed, SetupError
 from rft.testing.storage_contract import fill, group, ids, take
 from rft.types.block import encode
 from rft.types.ids import Version
+from rft.worker.waiting import activities
 from tests.helpers.breaking_wire import BreakingWire, Moment
 from tests.helpers.postgres import PostgresServer
 
@@ -214,7 +216,13 @@ async def test_anything_at_any_time(
 
 async def test_a_server_that_stays_away(postgres: PostgresServer, tmp_path: Path) -> None:
     buffer = await opened(
-        settings(postgres, tmp_path, max_retry_times=1, max_retry_interval_s=0.01)
+        settings(
+            postgres,
+            tmp_path,
+            max_retry_times=1,
+            max_retry_interval_s=0.01,
+            full_disk_wait_s=0.0,
+        )
     )
     await buffer.start_lineage(None, None)
     await fill(buffer, 1, 0)
@@ -233,6 +241,37 @@ async def test_a_server_that_stays_away(postgres: PostgresServer, tmp_path: Path
     finally:
         postgres.start()
     await fill(buffer, 1, 1)  # the explorer's repetition
+    audit = await buffer.audit()
+    assert (audit.acked, audit.ok) == (16, True)
+    await buffer.close()
+
+
+async def test_a_server_that_is_away_for_long_is_waited_for(
+    postgres: PostgresServer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More attempts than `max_retry_times` fail; the terminal hears of it once."""
+    monkeypatch.setattr(database, "AWAY_PAUSE_S", 0.01)
+    buffer = await opened(
+        settings(postgres, tmp_path, max_retry_times=1, max_retry_interval_s=0.01)
+    )
+    await buffer.start_lineage(None, None)
+    await fill(buffer, 1, 0)
+    postgres.stop()
+    filling = asyncio.create_task(fill(buffer, 1, 1))
+    try:
+        while caplog.text.count("trying again in 0.01 s") < 8:  # noqa: ASYNC110  # lines of a log
+            await asyncio.sleep(0.01)
+        assert any("database is away" in a.text for a in activities())
+    finally:
+        postgres.start()
+    await filling
+    told = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert len(told) == 1
+    assert "is away: " in told[0]
+    assert "Retrying for 600 s, then the run stops" in told[0]
     audit = await buffer.audit()
     assert (audit.acked, audit.ok) == (16, True)
     await buffer.close()

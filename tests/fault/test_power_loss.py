@@ -23,10 +23,11 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, func, select
 
-from rft.buffer.base import Storage, make_storage
 from rft.buffer.buffer import Buffer
 from rft.buffer.schema import groups, uses
 from rft.buffer.settings import BufferSettings
+from rft.buffer.storage.base import Storage
+from rft.buffer.storage_choice import make_storage
 from rft.errors import PayloadDamaged
 from rft.testing.storage_contract import fill, group, take
 from rft.types.block import encode

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from rft.fault_injection import TRAINER_POINTS
-from rft.trainer import manifest as manifests
+from rft.trainer.checkpoint import manifest as manifests
 from tests.helpers import runs
 from tests.helpers.command import rft
 

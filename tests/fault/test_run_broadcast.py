@@ -25,8 +25,8 @@ def test_an_engine_killed_in_the_middle_of_a_version(tiny_model: Path, tmp_path:
         "explorer.rollout_model.engine_num=2",
         "explorer.rollout_model.cpu_threads=1",
         "synchronizer.sync_method=nccl",
-        "synchronizer.bucketed_broadcast=false",
-        "synchronizer.overlap_broadcast_and_load=true",
+        "synchronizer.nccl.bucketed_broadcast=false",
+        "synchronizer.nccl.overlap_broadcast_and_load=true",
     )
     run = runs.Run(*arguments, env={"RFT_FAULT": "sync.received:85=kill"})
     assert run.end(500) == 0, run.output

@@ -7,16 +7,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from rft.errors import is_out_of_memory
 from rft.monitor.read import read, series
-from rft.trainer import manifest as manifests
+from rft.trainer.checkpoint import manifest as manifests
 from tests.helpers.command import Done, rft
 
 CONFIG = Path(__file__).parents[1] / "integration" / "tiny_config.yaml"
@@ -63,6 +65,10 @@ def sometimes(task, transcript):
     if transcript.turns[0].completion.tokens[0] % 2:
         raise RuntimeError("bad luck")
     return 1.0
+
+def part_is_nan(task, transcript):
+    odd = transcript.turns[0].completion.tokens[0] % 2
+    return {"right": 1.0, "short": float("nan") if odd else 0.5}
 """
 
 
@@ -198,13 +204,21 @@ def test_groups_that_nobody_can_score_end_the_run_and_say_so(
     assert "group 0001.00.00000000.000000 cannot be trained, unscored; " in done.output
 
 
+@pytest.mark.parametrize(
+    ("reward", "algorithm", "says"),
+    [
+        ("sometimes", "grpo", "RuntimeError: bad luck"),
+        ("part_is_nan", "gdpo", "reward part 'short' is nan; it must be a finite number"),
+    ],
+)
 def test_rewards_that_fail_now_and_then_cost_their_runs_only(
-    tiny_model: Path, tmp_path: Path, broken: Path
+    tiny_model: Path, tmp_path: Path, broken: Path, reward: str, algorithm: str, says: str
 ) -> None:
     done = start(
         tmp_path,
         tiny_model,
-        f"{INPUT}.default_reward_fn_type={broken}:sometimes",
+        f"{INPUT}.default_reward_fn_type={broken}:{reward}",
+        f"algorithm.algorithm_type={algorithm}",
         "algorithm.repeat_times=6",
         "buffer.max_refill=40",
     )
@@ -212,23 +226,29 @@ def test_rewards_that_fail_now_and_then_cost_their_runs_only(
     failed = sum(v for _, v in series(read(folder(tmp_path) / "metrics.jsonl"), "rollout/failed"))
     account = balanced(tmp_path)
     assert failed > 0 and account["used"] + failed <= account["acked"]
+    with closing(sqlite3.connect(folder(tmp_path) / "buffer/experience_buffer.db")) as ledger:
+        reasons = ledger.execute(
+            "SELECT reason, reward FROM experiences WHERE status = 'failed'"
+        ).fetchall()
+        named = [value for reason, value in reasons if says in reason]
+        assert named and {value for _, value in reasons} == {None}, "counted, and never a zero"
 
 
 # ------------------------------------------------------------ out of memory
 
 LIMITED = """
 import resource, sys
-import torch, transformers, rft.engine.transformers, rft.launch.modes, rft.trainer.learner
+import torch, transformers, rft.engine.transformers, rft.launch.modes, rft.trainer.loop.learner
 from rft.cli.main import main
 torch.set_num_threads(1)
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (now + (1500 << 20),) * 2)
+resource.setrlimit(resource.RLIMIT_AS, (now + (1200 << 20),) * 2)
 main(sys.argv[1:])
 """
 
 
 def test_out_of_memory_is_named_with_its_remedy(tiny_model: Path, tmp_path: Path) -> None:
-    """A real one: the process may not grow by more than 1.5 GB, and one micro-batch of 384 long
+    """A real one: the process may not grow by more than 1.2 GB, and one micro-batch of 384 long
     rows needs more.
     """
     arguments = [
@@ -242,7 +262,7 @@ def test_out_of_memory_is_named_with_its_remedy(tiny_model: Path, tmp_path: Path
         "model.max_response_tokens=100",
         "algorithm.repeat_times=48",
         "buffer.batch_size=8",
-        "trainer.share_prompts=false",
+        "trainer.row_layout=padded",
         "trainer.max_token_len_per_gpu=200000",
         "trainer.logprob_chunk_tokens=200000",
     ]

@@ -34,7 +34,7 @@ BY_TOKEN = (
     "clipb",
     "clipv",
 )
-NO_REWARDS = ("none", "on_policy_distill", "jsd")
+NO_REWARDS = ("none", "on_policy_distill", "jsd", "gdpo")
 
 
 def row(
@@ -44,6 +44,7 @@ def row(
     group: str = "g",
     run: int = 0,
     step: int = 0,
+    parts: Mapping[str, float] | None = None,
     **more: Any,
 ) -> StepRow:
     more.setdefault("logprobs", np.full(length, -1.0, np.float32))
@@ -51,7 +52,8 @@ def row(
         k: v if k == "info" or v is None or isinstance(v, bool) else np.asarray(v, np.float32)
         for k, v in more.items()
     }
-    return StepRow(group=group, run=run, step=step, reward=reward, **arrays)
+    parts = {"whole": reward, "low": float(reward < 0.5)} if parts is None else parts
+    return StepRow(group=group, run=run, step=step, reward=reward, reward_parts=parts, **arrays)
 
 
 def stats(members: Iterable[StepRow], name: str = "g") -> GroupStats:
@@ -67,6 +69,7 @@ def stats(members: Iterable[StepRow], name: str = "g") -> GroupStats:
         runs=tuple(r.run for r in of),
         steps=tuple(r.step for r in of),
         lengths=tuple(r.length for r in of),
+        parts=tuple(dict(r.reward_parts) for r in of),
     )
 
 
@@ -111,6 +114,8 @@ def per_row(name: str, x: StepInputs, **args: Any) -> list[float]:
         ("grpo", {"norm_by_std": False}, (1, 0, 0, 1), (0.5, -0.5, -0.5, 0.5)),
         ("grpo", {}, (0, 0, 0, 1), (-0.499999, -0.499999, -0.499999, 1.499997)),
         ("rloo", {}, (0, 0, 0, 1), (-0.333333, -0.333333, -0.333333, 1)),
+        ("maxrl", {}, (1, 0, 0, 0), (3, -1, -1, -1)),
+        ("maxrl", {}, (0, -0.5, 0, 0.25), (0, 0, 0, 0)),
         ("grpo_passk", {}, (0, 1, 0.5, 0.25), (0, 1.171077, 0, 0)),
         ("grpo_passk", {"norm_by_std": False}, (0, 1, 0.5, 0.25), (0, 0.5, 0, 0)),
         ("rec", {"std_normalize": True}, (0, 0, 0, 1), (-0.577349, -0.577349, -0.577349, 1.732047)),
@@ -380,6 +385,7 @@ def test_one_number_per_row(seed: int) -> None:
         want["opmd logavgexp", ""][of] = r - 0.7 * (
             math.log(sum(math.exp(v / 0.7) for v in r)) - math.log(n)
         )
+        want["maxrl", ""][of] = (r - mean) / mean if mean > 0 else 0
         want["asymre", ""][of] = r - (mean - 0.1)
         want["rec", ""][of] = r - mean
         want["rec std", ""][of] = (r - mean) / (biased + 1e-6)
@@ -396,6 +402,8 @@ def test_one_number_per_row(seed: int) -> None:
         found = per_row(name.split()[0], p.x, **args.get(name, {}))
         np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5, err_msg=name)
     assert per_row("none", p.x) == [0.0] * b
+    unsolved = np.concatenate([np.full(len(of), p.total[of].mean() <= 0) for of in p.groups()])
+    assert advantages("maxrl", p.x).metrics["maxrl/unsolved"] == unsolved.mean() > 0
 
 
 @pytest.mark.parametrize(
@@ -737,16 +745,16 @@ def test_pf_ppo_draws_by_weight() -> None:
     for seed in range(40):
         x = step(rows, seed=seed)
         made = algorithm.prepare(x)
-        assert made.drawn is not None and len(made.drawn) == len(rows) == len(made.advantages)
+        assert made.selected is not None and len(made.selected) == len(rows) == len(made.advantages)
         every = advantages("grpo", x).values
         assert all(
             a is every[i] or a.tolist() == every[i].tolist()
-            for a, i in zip(made.advantages, made.drawn, strict=True)
+            for a, i in zip(made.advantages, made.selected, strict=True)
         )
-        counts.update(rows[i].reward for i in made.drawn)
-        shuffled = algorithm.prepare(replace(x, rows=rows[::-1])).drawn
+        counts.update(rows[i].reward for i in made.selected)
+        shuffled = algorithm.prepare(replace(x, rows=rows[::-1])).selected
         assert shuffled is not None and sorted(len(rows) - 1 - i for i in shuffled) == list(
-            made.drawn
+            made.selected
         ), "the order does not matter"
     share = {reward: n / counts.total() for reward, n in counts.items()}
     assert share.get(0.0, 0.0) < 1e-3
@@ -805,6 +813,7 @@ def test_a_reward_that_is_not_finite_stops_it(name: str) -> None:
 ZERO_ALONE = (
     "none",
     "grpo",
+    "maxrl",
     "grpo_passk",
     "rloo",
     "rec",

@@ -234,7 +234,9 @@ def matrix(rows: list[int], mode: str) -> tuple[torch.Tensor, LossInputs]:
     ("mode", "expected"),
     [
         ("token-mean", 2.5),
+        ("token-sum", 10.0),
         ("run-mean", 3.0),
+        ("prompt-mean", 3.0),
         ("seq-mean-token-sum", 5.0),
         ("seq-mean-token-mean", 3.0),
         ("seq-mean-token-sum-norm", 1.25),
@@ -251,7 +253,9 @@ def test_aggregation(mode: str, expected: float) -> None:
     ("mode", "expected"),
     [
         ("token-mean", 2.5),
+        ("token-sum", 10.0),
         ("run-mean", 2.5),
+        ("prompt-mean", 2.5),
         ("seq-mean-token-sum", 10.0),
         ("seq-mean-token-mean", 3.0),
         ("seq-mean-token-sum-norm", 2.5),
@@ -270,6 +274,26 @@ def test_aggregation_of_one_run_of_two_rows(mode: str, expected: float) -> None:
         ).item()
 
     assert of([0, 1, 2]) == pytest.approx(expected) == of([2, 1]) + of([0])
+
+
+def test_every_prompt_weighs_the_same() -> None:
+    """Losses 1, 2, 3 and 4, 6 of two runs of one group, and 8 of another: (16 / 5 + 8) / 2."""
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0, 6.0, 8.0], dtype=torch.float64)
+    x = LossInputs(
+        logprobs=values,
+        old_logprobs=values,
+        advantages=values,
+        mask=torch.ones(6, dtype=torch.bool),
+        row=torch.tensor([0, 0, 0, 1, 1, 2]),
+        num_rows=3,
+        denominators=Denominators(6.0, 3.0, 4, num_runs=3.0, num_groups=2.0),
+        loss_agg_mode="prompt-mean",
+        run_tokens=torch.tensor([3.0, 3.0, 3.0, 2.0, 2.0, 1.0]),
+        group_tokens=torch.tensor([5.0, 5.0, 5.0, 5.0, 5.0, 1.0]),
+    )
+    assert aggregate(values, x).item() == pytest.approx(5.6)
+    runs = replace(x, loss_agg_mode="run-mean")
+    assert aggregate(values, runs).item() == pytest.approx((2 + 5 + 8) / 3)
 
 
 def test_a_step_without_valid_tokens_has_no_loss() -> None:

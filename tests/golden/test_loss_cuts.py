@@ -24,6 +24,7 @@ from rft.plugins import REGISTRY
 from rft.types.ports import GroupStats
 
 ARGUMENTS: dict[str, dict[str, Any]] = {  # such that every term of the loss is there
+    "distill_top": {"divergence": "jsd", "clip": 0.5, "importance_clip": 1.2},
     "ppo": {"enable_sequence_masking": True, "delta_sequence_masking": 0.05},
     "gspo": {"clip_range": 0.1},
     "cispo": {"enable_mask_clip": True, "mask_clip_range_low": 0.2},
@@ -81,8 +82,16 @@ def whole(algorithm: Algorithm, name: str, seed: int, lengths: list[int], weight
     ref = theta.detach() + ref
     run = 2 * (row // 2) + expert.long()  # two rows each, but where one is an expert's
     counts = torch.bincount(run, weights=mask.double())
+    group = 2 * (row // 4) + expert.long()  # two runs each
+    sizes = torch.bincount(group, weights=mask.double())
+    # three tokens and all others
+    top, teacher_top = (
+        torch.randn(n, 4, generator=rng, dtype=torch.float64).log_softmax(-1) for _ in range(2)
+    )
     tensors = {
         "logprobs": theta * 1.0,
+        "top_logprobs": (top + theta[:, None] * torch.arange(4)).log_softmax(-1),
+        "teacher_top_logprobs": teacher_top,
         "entropy": theta.exp(),
         "old_logprobs": old,
         "advantages": a,
@@ -91,13 +100,14 @@ def whole(algorithm: Algorithm, name: str, seed: int, lengths: list[int], weight
         "is_expert": expert,
         "row": row,
         "run_tokens": counts[run],
+        "group_tokens": sizes[group],
     }
     if weighted:
         tensors["weights"] = torch.rand(n, generator=rng, dtype=torch.float64) + 0.5
     return Whole(
         theta,
         tensors,
-        _extra(name, [t.detach().numpy() for t in (theta, old, a, mask, row)]),
+        _extra(name, [t.detach().numpy() for t in (theta, old, a, mask, ref, row)]),
         Denominators(
             float(mask.sum()),
             float(len(row[mask].unique())),
@@ -106,6 +116,8 @@ def whole(algorithm: Algorithm, name: str, seed: int, lengths: list[int], weight
             expert_rows=float(len(row[mask & expert].unique())),
             num_runs=float(len(run[mask].unique())),
             expert_runs=float(len(run[mask & expert].unique())),
+            num_groups=float(len(group[mask].unique())),
+            expert_groups=float(len(group[mask & expert].unique())),
         ),
     )
 
@@ -114,7 +126,8 @@ def _extra(name: str, arrays: list[np.ndarray]) -> dict[str, torch.Tensor]:
     """What the loss reads of the step, prepared before it is cut, as in a run."""
     if name not in REGISTRY.names("policy_extra"):
         return {}
-    rows = [[column[arrays[4] == i] for column in arrays[:4]] for i in range(arrays[4].max() + 1)]
+    *columns, row = arrays
+    rows = [[column[row == i] for column in columns] for i in range(row.max() + 1)]
     x = StepInputs(
         rows=[
             StepRow(
@@ -124,15 +137,18 @@ def _extra(name: str, arrays: list[np.ndarray]) -> dict[str, torch.Tensor]:
                 reward=0.0,
                 logprobs=old.astype(np.float32),
                 old=now.astype(np.float32),
+                ref=ref.astype(np.float32),
+                entropy=-now.astype(np.float32),
+                info={"label": (None, True, False)[i % 3]},
             )
-            for i, (now, old, _, _) in enumerate(rows)
+            for i, (now, old, _, _, ref) in enumerate(rows)
         ],
         groups={"g": GroupStats(group="g", rewards=(0.0,), mean=0.0, std=0.0)},
-        keep=[mask for *_, mask in rows],
+        keep=[mask for *_, mask, _ in rows],
     )
     part = REGISTRY.get("policy_extra", name).obj
     made = part(
-        x, [a for _, _, a, _ in rows], losses()[name].model_validate(ARGUMENTS.get(name, {}))
+        x, [a for _, _, a, _, _ in rows], losses()[name].model_validate(ARGUMENTS.get(name, {}))
     )
     return {key: torch.from_numpy(np.concatenate(values)).double() for key, values in made.items()}
 

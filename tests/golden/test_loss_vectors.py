@@ -20,10 +20,11 @@ import torch
 
 from rft.algorithm.args import AGG_MODES
 from rft.algorithm.base import Denominators, LossInputs, LossOutput, StepInputs, StepRow
-from rft.algorithm.catalog import losses, shipped
+from rft.algorithm.catalog import algorithm_defaults, losses, shipped
 from rft.algorithm.composition import build
 from rft.algorithm.covariance import ClipCovArgs, KlCovArgs
 from rft.algorithm.expert_mix import MixChordArgs, mu_at
+from rft.algorithm.forking_tokens import ForkingArgs
 from rft.algorithm.m2po import M2poArgs
 from rft.algorithm.settings import AlgorithmSettings
 from rft.plugins import REGISTRY
@@ -59,10 +60,16 @@ class Step:
         def tensor(values: Array) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype)
 
+        live = tensor(self.logprobs).requires_grad_()
+        hidden = ~torch.tensor(self.mask)
+        teacher = tensor(self.ref).clamp(max=-0.02)
         valid = [r for r in self.rows if r]
         of_experts = [r for r in valid if self.expert[r[0]]]
         return LossInputs(
-            logprobs=tensor(self.logprobs).requires_grad_(),
+            logprobs=live,
+            # of the token, and of all others together
+            top_logprobs=against_all(live, hidden),
+            teacher_top_logprobs=against_all(teacher, hidden),
             old_logprobs=tensor(self.old),
             advantages=tensor(self.a),
             mask=torch.tensor(self.mask),
@@ -83,6 +90,12 @@ class Step:
         )
 
 
+def against_all(logprobs: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    safe = logprobs.masked_fill(hidden, -1.0)
+    both = torch.stack([safe, (-safe.exp()).log1p()], 1)
+    return both.masked_fill(hidden[:, None], math.nan)
+
+
 def step(
     seed: int, *, lengths: tuple[int, ...] = (3, 5, 2, 4, 1, 6), experts: bool = False
 ) -> Step:
@@ -101,9 +114,21 @@ def step(
         row=row,
         expert=(row % 3 == 1) if experts else np.zeros(n, np.bool_),
         extra={
-            name: (rng.random(n) < 0.4).astype(np.float64) for name in ("m2po_kept", "cov_chosen")
-        },
+            name: (rng.random(n) < 0.4).astype(np.float64)
+            for name in ("m2po_kept", "cov_chosen", "fork")
+        }
+        | labelled(row),
     )
+
+
+def labelled(row: Array) -> dict[str, Array]:
+    """What `kto` reads for rows [N] of which every other one is good."""
+    good = (row % 2 == 0).astype(np.float64)
+    return {
+        "kto_point": np.full(len(row), 0.3),
+        "kto_desirable": good / len(np.unique(row[good > 0])),
+        "kto_undesirable": (1 - good) / len(np.unique(row[good == 0])),
+    }
 
 
 def aggregated(values: list[float], rows: Rows, mode: str) -> float:
@@ -114,7 +139,9 @@ def aggregated(values: list[float], rows: Rows, mode: str) -> float:
             return math.fsum(sums) / sum(map(len, rows))
         case "seq-mean-token-sum":
             return math.fsum(sums) / len(rows)
-        case "seq-mean-token-mean" | "run-mean":  # each row is a run
+        case "token-sum":
+            return math.fsum(sums)
+        case "seq-mean-token-mean" | "run-mean" | "prompt-mean":  # each row is a run
             return math.fsum(s / len(r) for s, r in zip(sums, rows, strict=True)) / len(rows)
     return math.fsum(sums) / (K * len(rows))
 
@@ -209,6 +236,34 @@ def sapo(live: float, still: float, old: float, a: float) -> float:
     return -a * 4 / tau / (1 + math.exp(-tau * (math.exp(live - old) - 1)))
 
 
+def dppo(kl: bool, low: float, high: float, cap: float = 20.0) -> Formula:
+    def f(live: float, still: float, old: float, a: float) -> float:
+        p = math.exp(still)
+        q = math.exp(old)
+        moved = p - q
+        if kl:
+            rest = (1 - q + 1e-8) / (1 - p + 1e-8)  # below 0 where q, drawn at random, is above 1
+            d = q * math.log(q / p) + (1 - q) * math.log(rest) if rest > 0 else 0.0
+            moved = math.copysign(d, moved)
+        gone = (a > 0 and moved > high) or (a < 0 and moved < -low)
+        return 0.0 if gone else -a * min(p / q, cap) * live
+
+    return per_token(f)
+
+
+def vespo(pos: tuple[float, float], neg: tuple[float, float]) -> Formula:
+    def formula(s: Step, live: Array, still: Array, mode: str) -> float:
+        values = [0.0] * len(live)
+        for r in s.rows:
+            w = math.exp(sum(still[t] - s.old[t] for t in r))
+            for t in r:
+                k, rate = pos if s.a[t] >= 0 else neg
+                values[t] = -s.a[t] * w**k * math.exp(rate * (1 - w)) * live[t]
+        return aggregated(values, s.rows, mode)
+
+    return formula
+
+
 def topr(live: float, still: float, old: float, a: float) -> float:
     return -a * live * (clip(math.exp(still - old), 0, 1) if a <= 0 else 1)
 
@@ -276,6 +331,52 @@ def dpo(beta: float, smoothing: float) -> Formula:
     return formula
 
 
+def ipo(beta: float, per_token: bool) -> Formula:
+    def formula(s: Step, live: Array, still: Array, mode: str) -> float:
+        r = [
+            sum(live[t] - s.ref[t] for t in row) / (len(row) if per_token else 1) for row in s.rows
+        ]
+        pairs = list(zip(r[0::2], r[1::2], strict=True))
+        return sum((c - d - 1 / (2 * beta)) ** 2 for c, d in pairs) / len(pairs)
+
+    return formula
+
+
+def simpo(beta: float, gamma: float) -> Formula:
+    def formula(s: Step, live: Array, still: Array, mode: str) -> float:
+        r = [beta * sum(live[t] for t in row) / len(row) for row in s.rows]
+        pairs = list(zip(r[0::2], r[1::2], strict=True))
+        return sum(math.log1p(math.exp(-(c - d - gamma))) for c, d in pairs) / len(pairs)
+
+    return formula
+
+
+def orpo(beta: float) -> Formula:
+    def formula(s: Step, live: Array, still: Array, mode: str) -> float:
+        p = [math.exp(sum(live[t] for t in row) / len(row)) for row in s.rows]
+        total = 0.0
+        for chosen, rejected in zip(p[0::2], p[1::2], strict=True):
+            ratio = chosen / (1 - chosen) / (rejected / (1 - rejected))
+            total -= math.log(chosen) + beta * math.log(ratio / (1 + ratio))
+        return total / (len(p) / 2)
+
+    return formula
+
+
+def kto(beta: float, desirable: float, undesirable: float) -> Formula:
+    def formula(s: Step, live: Array, still: Array, mode: str) -> float:
+        total = 0.0
+        for row in s.rows:
+            over = beta * (sum(live[t] - s.ref[t] for t in row) - s.extra["kto_point"][row[0]])
+            if s.extra["kto_desirable"][row[0]]:
+                total += desirable * (1 - 1 / (1 + math.exp(-over)))
+            else:
+                total += undesirable * (1 - 1 / (1 + math.exp(over)))
+        return total / len(s.rows)
+
+    return formula
+
+
 def mix(mu: float, imitate: Token, low: float = 0.2, high: float = 0.2) -> Formula:
     def formula(s: Step, live: Array, still: Array, mode: str) -> float:
         own = [r for r in s.rows if r and not s.expert[r[0]]]
@@ -309,9 +410,46 @@ def plain_ppo(live: float, old: float, a: float) -> float:
     return max(-a * math.exp(live - old), -a * clip(math.exp(live - old), 0.8, 1.2))
 
 
+def divergence(
+    kind: str, b: float = 0.5, clip: float = math.inf, ratio: float | None = None
+) -> Formula:
+    """Of the token against all others, for the policy and for the teacher (`ref`)."""
+
+    def part(t: float, s: float) -> float:
+        value = {
+            "forward": lambda: t * math.log(t / s),
+            "reverse": lambda: s * math.log(s / t),
+            "jsd": lambda: (
+                b * t * math.log(t / (b * t + (1 - b) * s))
+                + (1 - b) * s * math.log(s / (b * t + (1 - b) * s))
+            ),
+            "skew_forward": lambda: t * math.log(t / (b * t + (1 - b) * s)),
+            "skew_reverse": lambda: s * math.log(s / (b * s + (1 - b) * t)),
+        }[kind]()
+        return min(value, clip)
+
+    def formula(s: Step, live: Array, still: Array, mode: str) -> float:
+        values = []
+        for now, fixed, old, ref in zip(live, still, s.old, s.ref, strict=True):
+            p, t = math.exp(now), math.exp(min(ref, -0.02))
+            weight = 1.0 if ratio is None else min(math.exp(fixed - old), ratio)
+            values.append(weight * (part(t, p) + part(1 - t, 1 - p)))
+        return aggregated(values, s.rows, mode)
+
+    return formula
+
+
 PG = per_token(lambda live, still, old, a: -a * live)
 IS = per_token(lambda live, still, old, a: -a * math.exp(live - old))
+DPPO_KL = dict(algorithm_defaults("dppo_kl").policy_loss_fn_args)
 CASES: list[tuple[str, dict[str, Any], Formula]] = [
+    *(
+        ("distill_top", {"divergence": kind, "beta": b}, divergence(kind, b))
+        for kind in ("forward", "reverse", "jsd", "skew_forward", "skew_reverse")
+        for b in (0.5, 0.1)
+    ),
+    ("distill_top", {"clip": 0.05}, divergence("reverse", clip=0.05)),
+    ("distill_top", {"importance_clip": 1.1}, divergence("reverse", ratio=1.1)),
     ("ppo", {}, per_token(ppo_token(0.2, 0.2))),
     (
         "ppo",
@@ -337,6 +475,23 @@ CASES: list[tuple[str, dict[str, Any], Formula]] = [
         cispo(1.0, 0.28, (0.1, 0.2)),
     ),
     ("sapo", {}, per_token(sapo)),
+    ("dppo_tv", {}, dppo(False, 0.15, 0.15)),
+    (
+        "dppo_tv",
+        {"clip_range_low": 0.02, "clip_range_high": 0.2, "clip_ratio_c": 1.1},
+        dppo(False, 0.02, 0.2, 1.1),
+    ),
+    ("dppo_kl", {}, dppo(True, 0.15, 0.15)),
+    ("dppo_kl", DPPO_KL, dppo(True, 0.05, 0.05)),
+    ("dppo_kl", {"clip_range_low": 0.001, "clip_range_high": 0.02}, dppo(True, 0.001, 0.02)),
+    ("vespo", {}, vespo((2, 3), (3, 2))),
+    ("vespo", {"k_pos": 1.0, "lambda_neg": 0.5}, vespo((1, 3), (3, 0.5))),
+    ("dro", {}, per_token(lambda live, still, old, a: -a * live + (live - old) ** 2 / 2)),
+    (
+        "dro",
+        {"dro_beta": 0.3},
+        per_token(lambda live, still, old, a: -a * live + 0.15 * (live - old) ** 2),
+    ),
     ("reinforce", {}, PG),
     ("gpg", {}, PG),
     ("importance_sampling", {}, IS),
@@ -366,6 +521,23 @@ CASES: list[tuple[str, dict[str, Any], Formula]] = [
     ("sft_phi", {"cutoff_prob": 0.5}, per_token(sft_phi(0.5))),
     ("dpo", {}, dpo(0.1, 0.0)),
     ("dpo", {"beta": 0.7, "label_smoothing": 0.2}, dpo(0.7, 0.2)),
+    ("ipo", {}, ipo(0.1, False)),
+    ("ipo", {"beta": 0.4, "per_token": True}, ipo(0.4, True)),
+    ("simpo", {}, simpo(2.0, 1.0)),
+    ("simpo", {"beta": 0.5, "gamma": 0.0}, simpo(0.5, 0.0)),
+    ("orpo", {}, orpo(0.1)),
+    ("orpo", {"beta": 0.8}, orpo(0.8)),
+    ("kto", {}, kto(0.1, 1.0, 1.0)),
+    (
+        "kto",
+        {"beta": 0.7, "desirable_weight": 0.5, "undesirable_weight": 1.5},
+        kto(0.7, 0.5, 1.5),
+    ),
+    (
+        "forking_tokens",
+        {},
+        marked("fork", lambda live, old, a, f: f * ppo_token(0.2, 0.2)(live, live, old, a)),
+    ),
     ("mix", {"mu": 0.3}, mix(0.3, nll)),
     ("mix", {"mu": 0.3, "clip_range_low": 0.1, "clip_range_high": 0.3}, mix(0.3, nll, 0.1, 0.3)),
     ("mix_chord", {"mu_warmup_steps": 10, "mu_peak": 0.5}, mix(0.05, sft_phi(1.0))),
@@ -523,6 +695,7 @@ def kl_token(name: str, live: float, ref: float, old: float) -> float:
         "k2": d * d / 2,
         "k3": k3,
         "corrected_k3": min(math.exp(live - old), 2.0) * k3,
+        "unbiased_k3": math.exp(live - old) * k3,
     }[name]
 
 
@@ -607,6 +780,49 @@ def test_sapo_fades_where_the_policy_has_gone_far() -> None:
     assert abs(grad[1].item()) < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("name", "p", "q", "a", "value"),
+    [
+        ("dppo_tv", 0.6, 0.4, 1, 0.0),  # risen by 0.2 > 0.15
+        ("dppo_tv", 0.6, 0.4, -1, 1.5 * math.log(0.6)),  # the gradient brings it back
+        ("dppo_tv", 0.003, 0.001, 1, -3 * math.log(0.003)),  # a ratio of 3 between rare tokens
+        # 0.4 log(0.4 / 0.6) + 0.6 log(0.6 / 0.4) = 0.0811 nats > 0.05
+        ("dppo_kl", 0.6, 0.4, 1, 0.0),
+        ("dppo_kl", 0.6, 0.4, -1, 1.5 * math.log(0.6)),
+        ("dppo_kl", 0.5, 0.4, 1, -1.25 * math.log(0.5)),  # 0.0201 nats
+        ("dro", math.exp(-0.5), math.exp(-0.7), 1, 0.52),
+    ],
+)
+def test_numbers_of_one_token(name: str, p: float, q: float, a: float, value: float) -> None:
+    s = replace(single([0.0], a), logprobs=np.log([p]), old=np.log([q]))
+    args = DPPO_KL if name == "dppo_kl" else {}
+    assert loss(name, s.inputs(), args).loss.item() == pytest.approx(value, abs=1e-9)
+
+
+def test_vespo_weighs_a_sequence_by_the_gamma_kernel() -> None:
+    """w = exp(0.2) = 1.221403: w^2 exp(3 (1 - w)) = 0.767814, w^3 exp(2 (1 - w)) = 1.170223."""
+    for a, phi in ((1.0, 0.767814), (-1.0, 1.170223)):
+        s = single([0.1, 0.1], a)
+        out = loss("vespo", s.inputs(), {})
+        assert out.loss.item() == pytest.approx(a * phi * 0.9, abs=1e-6)
+        assert out.sums["phi"].item() / 2 == pytest.approx(phi, abs=1e-6)
+
+
+def test_luspo_is_gspo_times_the_length_of_an_answer() -> None:
+    s = step(13)
+    long = loss("gspo", s.inputs("seq-mean-token-sum"), {}).loss
+    q = sequence_mean(s, s.logprobs)
+    expected = 0.0
+    for r in s.rows:
+        for t in r:
+            ratio = math.exp(q[t])
+            clipped = clip(ratio, 1 - 3e-4, 1 + 4e-4)
+            expected += max(-s.a[t] * ratio, -s.a[t] * clipped)
+    assert long.item() == pytest.approx(expected / len(s.rows), rel=1e-9)
+    luspo = algorithm_defaults("luspo")
+    assert (luspo.policy_loss_fn, luspo.loss_agg_mode) == ("gspo", "seq-mean-token-sum")
+
+
 def test_mu_follows_the_step() -> None:
     args = MixChordArgs.model_validate(
         {"mu_warmup_steps": 2, "mu_decay_steps": 4, "mu_peak": 0.8, "mu_valley": 0.2}
@@ -646,6 +862,120 @@ def test_dpo_says_what_is_wrong_and_counts_pairs() -> None:
 
 def replace_inputs(x: LossInputs, **changes: Any) -> LossInputs:
     return replace(x, **changes)
+
+
+def pair_of(chosen: list[float], rejected: list[float], ref: float = 0.0) -> Step:
+    """Two rows with these log-probs; `ref`: of every token under the reference model."""
+    logprobs = np.array([*chosen, *rejected])
+    n = len(logprobs)
+    return Step(
+        logprobs=logprobs,
+        old=logprobs,
+        ref=np.full(n, ref),
+        a=np.zeros(n),
+        mask=np.ones(n, bool),
+        row=np.repeat([0, 1], [len(chosen), len(rejected)]),
+        expert=np.zeros(n, bool),
+        extra={},
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        # log ratios (-1 + 6) and (-1 + 3): h 3, (3 - 5)^2
+        ("ipo", 4.0),
+        ("simpo", math.log(2)),  # 2 (-0.5 + 1) - 1 = 0
+        ("orpo", 0.532030),  # 0.5 - 0.1 log sigmoid(0.974077)
+    ],
+)
+def test_numbers_of_one_pair(name: str, value: float) -> None:
+    x = pair_of([-0.5, -0.5], [-1.0], ref=-3.0).inputs()
+    out = loss(name, x, {})
+    assert out.loss.item() == pytest.approx(value, abs=1e-6)
+    assert out.sums["accuracy_mean"].item() == 3, "3 tokens"
+
+
+@pytest.mark.parametrize("name", [n for n, model in losses().items() if model.pairs])
+def test_losses_of_pairs_refuse_an_odd_number_of_rows(name: str) -> None:
+    with pytest.raises(ValueError, match="pairs, but a micro-batch has 5 rows"):
+        loss(name, step(8, lengths=(3, 5, 2, 4, 1)).inputs(), {})
+    if losses()[name].reference:
+        with pytest.raises(ValueError, match="ref_logprobs"):
+            loss(name, replace_inputs(step(8).inputs(), ref_logprobs=None), {})
+
+
+def test_numbers_of_kto_by_hand() -> None:
+    """r 3 and good, r -1 and bad, z 1: both 1 - sigmoid(0.2) = 0.450166; twice for bad ones."""
+    x = pair_of([-0.5, -0.5], [-1.0]).inputs()
+    ref = torch.tensor([-2.0, -2.0, 0.0], dtype=torch.float64)
+    extra = {
+        "kto_point": torch.ones(3, dtype=torch.float64),
+        "kto_desirable": torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64),
+        "kto_undesirable": torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64),
+    }
+    out = loss("kto", replace_inputs(x, ref_logprobs=ref, extra=extra), {"undesirable_weight": 2.0})
+    assert out.loss.item() == pytest.approx(0.450166 * 3 / 2, abs=1e-6)
+    (grad,) = torch.autograd.grad(out.loss, x.logprobs)
+    slope = 0.1 * 0.450166 * 0.549834 / 2  # beta sigmoid' of two rows
+    assert grad.tolist() == pytest.approx([-slope, -slope, 2 * slope], abs=1e-7)
+    told = {name: value.item() / 3 for name, value in out.sums.items()}
+    assert told == pytest.approx(
+        {
+            "kto_point": 1.0,
+            "accuracy_mean": 1.0,
+            "chosen_reward": 0.3,
+            "rejected_reward": -0.1,
+            "reward_margin": 0.4,
+        }
+    )
+    del extra["kto_undesirable"]
+    alone = loss("kto", replace_inputs(x, ref_logprobs=ref, extra=extra), {})
+    assert "rejected_reward" not in alone.sums and "reward_margin" not in alone.sums
+    with pytest.raises(ValueError, match="ref_logprobs"):
+        loss("kto", replace_inputs(x, extra=extra, ref_logprobs=None), {})
+
+
+def test_the_reference_point_is_that_of_the_whole_step() -> None:
+    """Prompts with the answers of others: sums 3, -1 and 1, mean 1; below 0 it is 0."""
+    from rft.algorithm.kto import KtoArgs, reference_point
+
+    def rows(sign: float) -> StepInputs:
+        made = []
+        for i, (total, label) in enumerate(((3.0, True), (-1.0, False), (1.0, True))):
+            for run, info in enumerate(({"label": label}, {})):
+                ref = np.array([0.0, -sign * total if run else -9.0], np.float32)
+                made.append(
+                    StepRow(
+                        group=f"1.0.0.{i}",
+                        run=run,
+                        step=0,
+                        reward=0.0,
+                        logprobs=np.zeros(2, np.float32),
+                        old=np.zeros(2, np.float32),
+                        ref=ref,
+                        is_expert=True,
+                        info=info,
+                    )
+                )
+        return StepInputs(rows=made, groups={})
+
+    found = reference_point(rows(1.0), [], KtoArgs())
+    assert found["kto_point"][0].tolist() == [1.0, 1.0]
+    assert [keep.tolist() for keep in found["keep"]] == [[1, 1], [0, 0]] * 3
+    assert [v[0] for v in found["kto_desirable"]] == [0.5, 0, 0, 0, 0.5, 0]
+    assert [v[0] for v in found["kto_undesirable"]] == [0, 0, 1, 0, 0, 0]
+    assert reference_point(rows(-1.0), [], KtoArgs())["kto_point"][0].tolist() == [0.0, 0.0]
+    lone = replace(rows(1.0), rows=rows(1.0).rows[::2])
+    with pytest.raises(ValueError, match="rows without a label"):
+        reference_point(lone, [], KtoArgs())
+
+
+def test_orpo_of_a_certain_answer_is_finite() -> None:
+    x = pair_of([0.0, 0.0], [-1.0]).inputs(dtype=torch.float32)
+    out = loss("orpo", x, {})
+    (grad,) = torch.autograd.grad(out.loss, x.logprobs)
+    assert math.isfinite(out.loss.item()) and bool(grad.isfinite().all())
 
 
 def test_topr_clips_the_ratio_of_the_whole_answer_as_in_the_paper() -> None:
@@ -769,6 +1099,18 @@ def test_m2po_keeps_the_nearest_tokens_of_the_whole_step() -> None:
         [1, 1, 1],
         [1, 1],
     ], "the ratio is 1"
+
+
+def test_forking_tokens_are_those_of_highest_entropy_in_the_step() -> None:
+    x = rows_of([[0.0, 0.0], [0.0, 0.0], [0.0]])
+    entropy = ([0.9, 0.1], [0.2, 0.8], [0.3])
+    rows = [replace(r, entropy=np.float32(h)) for r, h in zip(x.rows, entropy, strict=True)]
+    x = replace(x, rows=rows)
+    args = ForkingArgs.model_validate({"share": 0.4})
+    assert extra("forking_tokens", x, [[1, 1], [1, 1], [1]], args) == [[1, 0], [0, 1], [0]]
+    hidden = replace(x, keep=[np.array([False, True]), np.ones(2, bool), np.ones(1, bool)])
+    found = extra("forking_tokens", hidden, [[1, 1], [1, 1], [1]], ForkingArgs.model_validate({}))
+    assert found[1:] == [[0, 1], [0]], "a fifth of the four tokens that count"
 
 
 def test_kl_cov_takes_the_largest_covariances() -> None:

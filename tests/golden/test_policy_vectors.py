@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from rft.algorithm.args import AGG_MODES
 from rft.algorithm.base import Denominators, StepInputs, StepRow
 from rft.algorithm.composition import build
-from rft.algorithm.controller import KlController
-from rft.algorithm.correction import CorrectionArgs, correct, diagnostics
-from rft.algorithm.settings import AlgorithmSettings
+from rft.algorithm.controller import EntropyController, KlController
+from rft.algorithm.correction import correct, diagnostics
+from rft.algorithm.settings import AlgorithmSettings, CorrectionConfig
 from rft.algorithm.value import ValueInputs, explained_variance, value_loss
-from rft.errors import ConfigErrors
+from rft.config.context import Problems
 from rft.types.ports import GroupStats
 
 
@@ -52,21 +53,44 @@ def step(*rows: StepRow) -> StepInputs:
     ("kl", "expected"), [(0.05, 0.00097952), (0.1, 0.001), (0.11, 0.00101024), (0.5, 0.00102048)]
 )
 def test_adaptive_controller(kl: float, expected: float) -> None:
-    controller = KlController(0.001, 0.1, 10000)
+    controller = KlController(coef=0.001, target=0.1, horizon=10000)
     controller.update(kl, 1024)
     assert controller.coef == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_fixed_controller_and_a_broken_kl_change_nothing() -> None:
-    fixed = KlController(0.001)
+    fixed = KlController(coef=0.001)
     fixed.update(5.0, 1024)
     assert fixed.coef == 0.001
-    adaptive = KlController(0.001, 0.1, 10)
+    adaptive = KlController(coef=0.001, target=0.1, horizon=10)
     for kl in (math.nan, math.inf):
         adaptive.update(kl, 8)
     assert adaptive.coef == 0.001
     adaptive.update(0.0, 1000)  # -0.2 x 100 horizons: never below 0
     assert adaptive.coef == 0.0
+
+
+def test_an_entropy_is_steered_to_its_target() -> None:
+    """Skywork-OR1, by hand: c + 0.005 at or below 0.5 nats, c - 0.005 above, between 0 and 0.02;
+    applied in a step whose forerunner was at or below 0.5.
+    """
+    controller = EntropyController(coef=0.01, target=0.5, delta=0.005, low=0.0, high=0.02)
+    factors = []
+    coefs = []
+    for entropy in (0.4, 0.6, 0.5, 0.1, 0.2, math.nan, 0.9, 0.9, 0.9, 0.9, 0.9):
+        factors.append(controller.factor)
+        controller.update(entropy, 8)
+        coefs.append(controller.coef)
+    assert factors == pytest.approx([0, 0.015, 0, 0.015, 0.02, 0.02, 0.02, 0, 0, 0, 0])
+    expected = [0.015, 0.01, 0.015, 0.02, 0.02, 0.02, 0.015, 0.01, 0.005, 0, 0]
+    assert coefs == pytest.approx(expected)
+
+
+def test_a_constant_entropy_factor_is_applied_from_the_start() -> None:
+    controller = EntropyController(coef=0.01, delta=0.005, low=0.0, high=1.0)
+    assert controller.factor == 0.01
+    controller.update(0.1, 8)
+    assert controller.factor == 0.01
 
 
 # ---------------------------------------------------------------- KL in the reward
@@ -139,12 +163,12 @@ def test_kl_penalty_in_bypass_reads_the_sampler_and_says_what_is_missing() -> No
 # ---------------------------------------------------------------- corrections
 
 
-def args(**given: Any) -> CorrectionArgs:
-    return CorrectionArgs(**given)
+def args(**given: Any) -> CorrectionConfig:
+    return CorrectionConfig(**given)
 
 
 def test_token_weights() -> None:
-    found = correct(step(row(0, [0.1, 1.0]), row(1, [-3.0])), args(rollout_is="token"), None)
+    found = correct(step(row(0, [0.1, 1.0]), row(1, [-3.0])), args(rollout_is="token"))
     assert found.weights is not None and found.keep is None
     assert found.weights[0] == pytest.approx([1.105171, 2.0], abs=1e-6)
     assert found.weights[1] == pytest.approx([math.exp(-3)], rel=1e-5)
@@ -154,9 +178,27 @@ def test_token_weights() -> None:
     assert found.metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(ess, rel=1e-5)
 
 
+def test_icepop_zeroes_weights_outside_its_band() -> None:
+    """Ratios 1.105171, 7.389056 | 0.367879, 0.740818 with the paper's band from 0.5 to 5."""
+    x = step(row(0, [0.1, 2.0]), row(1, [-1.0, -0.3]))
+    found = correct(x, args(rollout_is="token", rollout_is_threshold="0.5_5.0"))
+    assert found.weights is not None and found.keep is None, "they stay in the denominators"
+    assert found.weights[0] == pytest.approx([1.105171, 0.0], abs=1e-6)
+    assert found.weights[1] == pytest.approx([0.0, 0.740818], abs=1e-6)
+    assert found.metrics["rollout_corr/rollout_is_oob_ratio"] == 0.5
+    far = correct(
+        step(row(0, [3.0])),
+        args(
+            rollout_is="sequence", rollout_is_threshold="0.5_5.0", rollout_is_batch_normalize=True
+        ),
+    )
+    assert far.weights is not None and far.weights[0].tolist() == [0.0]
+    assert far.metrics["rollout_corr/rollout_is_eff_sample_size"] == 0.0
+
+
 def test_sequence_weights_and_their_mean_over_rows() -> None:
     x = step(row(0, [0.1, 0.2, 0.3]), row(1, [-0.5]))
-    plain = correct(x, args(rollout_is="sequence", rollout_is_threshold=1.5), None).weights
+    plain = correct(x, args(rollout_is="sequence", rollout_is_threshold=1.5)).weights
     assert plain is not None
     assert plain[0] == pytest.approx([1.5] * 3) and plain[1] == pytest.approx(
         [math.exp(-0.5)], rel=1e-5
@@ -164,24 +206,105 @@ def test_sequence_weights_and_their_mean_over_rows() -> None:
     scaled = correct(
         x,
         args(rollout_is="sequence", rollout_is_threshold=1.5, rollout_is_batch_normalize=True),
-        None,
     ).weights
     mean = (1.5 + math.exp(-0.5)) / 2  # rows, however long
     assert scaled is not None and scaled[0] == pytest.approx([1.5 / mean] * 3, rel=1e-5)
 
 
-def test_tokens_that_do_not_count_are_in_no_statistic() -> None:
-    keep = [np.array([True, False]), np.array([True])]
-    x = step(row(0, [0.2, 9.0]), row(1, [-0.1]))
-    found = correct(
+def test_several_statistics_reject_what_one_of_them_rejects() -> None:
+    """Truncated weights of tokens, a mask of single tokens, of sequences by the sum and by the
+    geometric mean.
+    """
+    x = step(row(0, [0.1, -0.9]), row(1, [0.3, 0.3, 0.3]), row(2, [0.1, 0.1]), row(3, [-0.35]))
+    names = ("token_k1", "seq_sum_k2", "seq_mean_k1")
+    bounds = ("0.5_2", "0.12", "0.75_1.3")
+    alone = [
+        correct(x, args(rollout_rs=name, rollout_rs_threshold=bound)).keep
+        for name, bound in zip(names, bounds, strict=True)
+    ]
+    together = correct(
         x,
-        args(rollout_is="token", rollout_is_threshold=100.0, rollout_is_batch_normalize=True),
-        keep,
+        args(
+            rollout_is="token",
+            rollout_is_threshold=1.2,
+            rollout_rs=",".join(names),
+            rollout_rs_threshold=",".join(bounds),
+        ),
     )
-    mean = (math.exp(0.2) + math.exp(-0.1)) / 2
-    assert found.weights is not None and found.weights[0] == pytest.approx(
-        [math.exp(0.2) / mean, 0.0], rel=1e-5
+    assert together.keep is not None and together.weights is not None
+    assert [kept.tolist() for kept in together.keep] == [
+        [False, False],  # sum of D^2 / 2 is 0.41, and the second token is 2.5 times less likely
+        [False] * 3,  # 0.135
+        [True, True],
+        [False],  # by the mean alone: ratio 1.42
+    ]
+    for i, kept in enumerate(together.keep):
+        assert kept.tolist() == np.logical_and.reduce([keep[i] for keep in alone if keep]).tolist()
+    assert together.weights[1] == pytest.approx([1.2] * 3)  # of what is rejected, too
+    assert together.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(6 / 8)
+    assert together.metrics["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 1 / 8
+    assert together.metrics["rollout_corr/rollout_rs_seq_sum_k2_seq_masked_fraction"] == 2 / 4
+
+
+@pytest.mark.parametrize(
+    ("names", "thresholds"),
+    [
+        ("token_k2,seq_max_k3", 0.5),
+        (["token_k2", "seq_max_k3"], "0.5,0.5"),
+        ("Token_K2, seq_max_k3", "0.5, 0.5"),
+    ],
+)
+def test_statistics_are_a_list_or_a_text(names: Any, thresholds: Any) -> None:
+    found = args(rollout_rs=names, rollout_rs_threshold=thresholds)
+    assert found.bounds == {"token_k2": (-math.inf, 0.5), "seq_max_k3": (-math.inf, 0.5)}
+    assert CorrectionConfig.model_validate(found.model_dump()) == found
+    for none in ("none", None, "None", ()):
+        assert args(rollout_rs=none).rollout_rs == ()
+
+
+REJECTS_LAST = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.5}
+
+
+def prepared(advantage: str, rewards: list[float], correction: dict[str, Any], **more: Any) -> Any:
+    """Runs of four tokens in one group; the policy has left the sampler of the last behind."""
+    rows = [
+        row(i, [float(i == len(rewards) - 1)] * 4, reward=reward, **more)
+        for i, reward in enumerate(rewards)
+    ]
+    settings = AlgorithmSettings(
+        advantage_fn=advantage, rollout_correction=CorrectionConfig(**correction)
     )
+    return build(settings).prepare(step(*rows))
+
+
+def test_what_is_rejected_is_not_whitened() -> None:
+    """12 tokens of rewards 0, 0 and 1: mean 1/3, std 0.4924; with the last run 2.75 and 4.344."""
+    made = prepared("reinforceplusplus", [0, 0, 1, 10], REJECTS_LAST)
+    first = [float(a[0]) for a in made.advantages[:3]]
+    assert first == pytest.approx([-0.67700, -0.67700, 1.35401], abs=1e-4)
+    assert [bool(keep.any()) for keep in made.keep] == [True, True, True, False]
+    whole = prepared("reinforceplusplus", [0, 0, 1, 10], {})
+    found = [float(a[0]) for a in whole.advantages[:3]]
+    assert found == pytest.approx([-0.63305, -0.63305, -0.40285], abs=1e-4)
+
+
+@pytest.mark.parametrize("advantage", ["ppo", "reinforceplusplus", "gpg"])
+def test_a_rejected_run_moves_no_other_advantage(advantage: str) -> None:
+    values = {"values": np.zeros(4, np.float32)}
+    made = [
+        prepared(advantage, [0, 0.5, 1, last], REJECTS_LAST, **values).advantages[:3]
+        for last in (3.0, 7.0)
+    ]
+    if advantage == "gpg":  # whose group counts it, and whose factor does not
+        assert made[0][0][0] == pytest.approx(3 / 2 * (0 - 4.5 / 4))
+        return
+    assert np.array_equal(made[0], made[1])
+
+
+def test_statistics_of_groups_count_rejected_runs() -> None:
+    """As in veRL: the lease holds them, whatever the step rejects."""
+    made = prepared("grpo", [0, 0, 0, 1], REJECTS_LAST)
+    assert float(made.advantages[0][0]) == pytest.approx(-0.499999, abs=1e-5)
 
 
 def k(which: str, delta: float) -> float:
@@ -200,7 +323,7 @@ def test_rejection(which: str, level: str, threshold: Any) -> None:
         row(2, [-0.2, 0.2], reward=1.0),
         row(3, [-0.15, -0.2]),
     )
-    found = correct(x, args(rollout_rs=f"{level}_{which}", rollout_rs_threshold=threshold), None)
+    found = correct(x, args(rollout_rs=f"{level}_{which}", rollout_rs_threshold=threshold))
     low = -math.inf
     high = float(str(threshold).split("_")[-1])
     if which == "k1":
@@ -228,7 +351,6 @@ def test_an_experts_rows_are_neither_weighted_nor_rejected() -> None:
     found = correct(
         step(expert, row(1, [3.0])),
         args(rollout_is="token", rollout_rs="seq_max_k2", rollout_rs_threshold=0.1),
-        None,
     )
     assert found.weights is not None and found.keep is not None
     assert (
@@ -250,6 +372,12 @@ def test_an_experts_rows_are_neither_weighted_nor_rejected() -> None:
             "write a number above 0, such as 0.01",
         ),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2.0_0.5"}, "write a number above 0"),
+        (
+            {"rollout_rs": "token_k1,token_k2,token_k3", "rollout_rs_threshold": "2,3"},
+            "rollout_rs_threshold has 2 bounds for 3 statistics",
+        ),
+        ({"rollout_rs": "token_k1,token_k4", "rollout_rs_threshold": 2}, "rollout_rs"),
+        ({"rollout_is": "token", "rollout_is_threshold": "5_0.5"}, "write a number above 0"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "much"}, "write a number above 0"),
         (
             {"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5},
@@ -257,20 +385,26 @@ def test_an_experts_rows_are_neither_weighted_nor_rejected() -> None:
         ),
         (
             {"rollout_is_threshold": 0.0},
-            "rollout_is_threshold: 0.0: input should be greater than 0",
+            'rollout_is_threshold 0.0: write a number above 0, such as 2.0, or "lower_upper"',
         ),
+        ({"rollout_is": "token", "rollout_is_threshold": "5_0.5"}, "write a number above 0"),
+        ({"rollout_is": "token", "rollout_is_threshold": "1_2_3"}, "write a number above 0"),
         ({"loss_type": "reinforce"}, "reinforce is for bypass_mode: true"),
         ({"rollout_iss": "token"}, "rollout_iss"),
     ],
 )
 def test_wrong_corrections(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigErrors, match=message):
-        build(AlgorithmSettings(rollout_correction=given))
+    problems = Problems()
+    try:
+        args(**given).rules("algorithm.rollout_correction", problems)
+    except ValidationError as e:
+        problems.error("algorithm.rollout_correction", str(e))
+    assert any(message in str(error) for error in problems.errors)
 
 
 def test_what_a_correction_needs_and_weighs() -> None:
     def made(**given: Any) -> Any:
-        return build(AlgorithmSettings(rollout_correction=given))
+        return build(AlgorithmSettings(rollout_correction=args(**given)))
 
     assert made(rollout_is="token").needs.before == {"old"}
     # the clipped ratio holds the weight
@@ -377,6 +511,8 @@ def test_value_loss_gradient_cut_and_formula(mode: Any) -> None:
         total = sum(map(sum, sums))
         return {
             "token-mean": total / 8,
+            "token-sum": total,
+            "prompt-mean": sum(sum(s) / len(s) for s in sums) / 3,
             "run-mean": sum(sum(s) / len(s) for s in sums) / 3,
             "seq-mean-token-sum": total / 3,
             "seq-mean-token-mean": sum(sum(s) / len(s) for s in sums) / 3,

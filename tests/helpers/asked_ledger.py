@@ -53,7 +53,7 @@ async def play(run_dir: Path, **more: Any) -> None:
     writer = buffer.writer(1)
     await writer.append(encode(members), accepted=True)
     await writer.append(encode(rest), accepted=True)
-    await writer.close_batch(2, accepted=2, wanted=2, reasons={})
+    await writer.close_batch(2, accepted=2, expected=2, reasons={})
     await take(buffer, 1, 1)
     await buffer.reader(1).use(1)
     rests_on = msgspec.to_builtins(await buffer.reader(1).consumption(1))

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import FixedSync, SyncConfig
 from rft.sync.transport.nccl import BroadcastTransport
 from rft.sync.update import Rounds
 from rft.types.ids import Version
@@ -21,12 +21,10 @@ if TYPE_CHECKING:
 class Sending:
     """Sends from this process.  `workers`: of the engine."""
 
-    def __init__(
-        self, folder: Path, workers: int = 1, *, settings: SyncSettings | None = None
-    ) -> None:
-        settings = settings or SyncSettings(method="nccl", timeout_s=120.0)
-        self.transport = BroadcastTransport(settings, folder)
-        self._rounds, self._workers = Rounds(self.transport, settings.timeout_s), workers
+    def __init__(self, folder: Path, workers: int = 1, *, config: SyncConfig | None = None) -> None:
+        config = config or FixedSync(sync_method="nccl", sync_timeout=120.0)
+        self.transport = BroadcastTransport(config, folder)
+        self._rounds, self._workers = Rounds(self.transport, config.sync_timeout), workers
 
     def stage(
         self,

@@ -42,6 +42,6 @@ def rft(*arguments: Any) -> Done:
 
 def forget_plugins(folder: Path) -> None:
     """Plugins that were loaded from below `folder` are not there for the tests that follow."""
-    for key, plugin in list(REGISTRY._found.items()):
+    for key, plugin in list(REGISTRY._plugins.items()):
         if plugin.source.startswith(str(folder)):
-            del REGISTRY._found[key]
+            del REGISTRY._plugins[key]

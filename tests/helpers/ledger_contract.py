@@ -70,7 +70,7 @@ class LedgerContract(StorageContract):
             lease = await take(buffer, lineage, step)
             frame = token_logprobs.encode(
                 [
-                    token_logprobs.beside(x, np.full(6, told, np.float32))
+                    token_logprobs.of_row(x, np.full(6, told, np.float32))
                     for x in decode(lease.frame)
                 ]
             )
@@ -198,7 +198,7 @@ class LedgerContract(StorageContract):
         ]
         await buffer.writer(1).append(encode(rows), accepted=True)
         await buffer.writer(1).append(encode(group(1, 0, 1)), accepted=False, reason=words)
-        await buffer.writer(1).close_batch(0, accepted=1, wanted=1, reasons={words: 1})
+        await buffer.writer(1).close_batch(0, accepted=1, expected=1, reasons={words: 1})
         ((shown, length),) = ask(
             settings,
             "SELECT DISTINCT prompt_text, length(taskset) FROM v_experiences WHERE task = 0",
@@ -242,7 +242,7 @@ class LedgerContract(StorageContract):
             accepted=True,
         )
         await writer.append(encode(group(1, 0, 1)), accepted=False, reason="zero_std")
-        await writer.close_batch(0, accepted=1, wanted=1, reasons={"zero_std": 1})
+        await writer.close_batch(0, accepted=1, expected=1, reasons={"zero_std": 1})
         lease = await take(buffer, 1, 1, groups=1)
         audit = await buffer.audit()
         assert ids(lease) == [(0, 0, 0)]

@@ -31,13 +31,13 @@ from rft.fault_injection import fault
 from rft.launch import drive
 from rft.launch.signals import Signals
 from rft.sync.schedule import Schedule
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import FixedSync, SyncRuntime
 from rft.sync.synchronizer import Synchronizer
 from rft.sync.waits import Waits
 from rft.taskset.settings import TasksetSettings
-from rft.trainer.batch_builder import StepBatch
+from rft.trainer.loop.trainer import Trainer
+from rft.trainer.rows.batch_builder import StepBatch
 from rft.trainer.settings import TrainerSettings
-from rft.trainer.trainer import Trainer
 from rft.types.block import decode
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
@@ -175,7 +175,7 @@ class Engine(ScriptedEngine):
 
     async def _write(self, request: Any, prompt: np.ndarray, text: str) -> Any:
         asks = not request.prompt_tokens  # the canary does not
-        self._held = self if asks else None  # type: ignore[assignment]
+        self._released = self if asks else None  # type: ignore[assignment]
         if asks and self._random.random() < self._world.fails:
             raise ValueError("this run fails")
         return await super()._write(request, prompt, text)
@@ -235,7 +235,7 @@ class SimTrainer(Trainer):
                 self.found.rows.append((lease.step, age, least))
             self._window.rows(rows)
             await asyncio.sleep(self.world.train_s[lease.step % len(self.world.train_s)])
-            await self._buffer.use(lease.step)
+            await self.buffer.use(lease.step)
             self.found.steps.append((lease.step, begin, now()))
         return StepBatch([], 1, len(rows), []), None
 
@@ -327,15 +327,7 @@ async def _play(world: World, folder: Path, found: Run) -> None:
         "".join(json.dumps({"prompt": f"{i}+{i}?", "response": str(i)}) + "\n" for i in range(8))
     )
     schedule = world.schedule
-    settings = SyncSettings(
-        style=schedule.style,
-        interval=schedule.interval,
-        offset=schedule.offset,
-        max_staleness=schedule.max_staleness,
-        partial_rollout=world.partial_rollout,
-        batch_units=world.groups,
-        step_units=world.step_groups,
-    )
+    config = FixedSync(partial_rollout=world.partial_rollout)
     buffer = Buffer(
         BufferSettings(
             folder=folder / "buffer", on_short_batch=world.on_short_batch, capacity=world.capacity
@@ -345,7 +337,7 @@ async def _play(world: World, folder: Path, found: Run) -> None:
     await buffer.start_lineage(None, None)
     engine = Engine(world, found)
     ranks = Ranks()
-    sync = Synchronizer(settings, [engine], ranks, schedule, PROMPTS, Version(1, 0))
+    sync = Synchronizer(config, SyncRuntime(), [engine], ranks, schedule, PROMPTS, Version(1, 0))
     observer = Observer(sync, found)
     taskset = TasksetSettings(
         name="sums", path=str(rows), workflow="simple_workflow", reward="exact_answer", num_runs=2

@@ -19,7 +19,7 @@ TINY = Path(__file__).with_name("tiny_config.yaml")
 EVAL = (
     "buffer.explorer_input.eval_tasksets=[{name: copied, path: 'rft.testing.tiny:copy_tasks', "
     "split: eval, "
-    "rollout_args: {n: 2, temperature: 0}}]"
+    "repeat_times: 2, rollout_args: {temperature: 0}}]"
 )
 
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from rft.algorithm.settings import AlgorithmSettings
-from rft.trainer import shards
-from rft.trainer.learner import Learner
-from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
-from rft.trainer.settings import CriticSettings, LearnerSettings, OptimSettings
+from rft.trainer.checkpoint import shards
+from rft.trainer.loop.learner import Learner
+from rft.trainer.rows.pack import Budget, RankBatch, TrainRow, plan
+from rft.trainer.settings import CriticSettings, LearnerSettings, OptimizerConfig
 from tests.helpers import ranks
 
 
@@ -75,7 +75,7 @@ def one_rank(
         dtype=dtype,
         total_steps=4,
         algorithm=AlgorithmSettings(advantage_fn="ppo", loss_agg_mode="seq-mean-token-mean"),
-        critic=CriticSettings(optim=OptimSettings(lr=1e-3, clip_grad=100.0), ppo_epochs=1),
+        critic=CriticSettings(optim=OptimizerConfig(lr=1e-3), grad_clip=100.0, ppo_epochs=1),
     )
     learner = Learner(settings, rank, rendezvous)
     assert learner.critic is not None

@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rft.trainer import tensors
-from rft.trainer.learner import Learner
-from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
+from rft.trainer.loop.learner import Learner
+from rft.trainer.loop.step_result import StepResult, combined
+from rft.trainer.model import tensors
+from rft.trainer.rows.pack import Budget, RankBatch, TrainRow, plan
 from rft.trainer.settings import LearnerSettings
-from rft.trainer.step_result import StepResult, combined
 from tests.helpers import families, ranks
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from rft.config.verify import check
 from rft.launch.execute import execute
 from rft.monitor.read import read, series
+from rft.preflight.check import check
 from rft.testing import tiny
 
 

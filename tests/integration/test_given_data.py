@@ -17,10 +17,10 @@ import torch
 import yaml
 from safetensors.numpy import load_file
 
-from rft.config.verify import check
 from rft.errors import ConfigError, ConfigErrors
 from rft.launch.execute import execute
 from rft.monitor.read import read, series
+from rft.preflight.check import check
 from rft.taskset.offline_data import open_offline_data, sides
 from rft.testing import tiny
 
@@ -140,7 +140,7 @@ def test_the_loss_of_pairs_is_the_formula(
         (folder / f"{split}.jsonl").write_text("".join(lines))
     file = config("dpo", str(folder), source={"eval_split": "eval"})
     run = execute(file, [], in_process=True).run_dir
-    assert metric(run, "actor/dpo_loss")[1] == pytest.approx(math.log(2)), (
+    assert metric(run, "actor/pg_loss")[1] == pytest.approx(math.log(2)), (
         "policy and reference are the same"
     )
     plan = check(file).plan
@@ -164,13 +164,116 @@ def test_the_loss_of_pairs_is_the_formula(
     assert found["accuracy_mean"] == pytest.approx(np.mean(np.array(margins) > 0))
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_the_loss_of_labels_is_the_formula(
+    config: Callable[..., Path], tmp_path: Path, tiny_model: Path
+) -> None:
+    """After two steps, over ten held-out rows; the reference point from each prompt with the answer of
+    the next row.
+    """
+    folder = tmp_path / "labels"
+    folder.mkdir()
+    for split, count in (("train", 64), ("eval", 10)):
+        lines = [json.dumps(row) + "\n" for row in tiny.copy_labels(split, n=count)]
+        (folder / f"{split}.jsonl").write_text("".join(lines))
+    file = config("kto", str(folder), source={"eval_split": "eval"})
+    run = execute(file, [], in_process=True).run_dir
+    assert metric(run, "actor/pg_loss")[1] == pytest.approx(0.5), (
+        "policy and reference are the same"
+    )
+    assert metric(run, "experience/response_tokens")[1] == 16, "8 answers of two tokens"
+    plan = check(file).plan
+    assert plan is not None and plan.trainer.held_out is not None
+    records: Any = open_offline_data(plan.trainer.held_out).records
+    trained = exported(run, 2)
+
+    def ratio(tokens: np.ndarray, mask: np.ndarray) -> float:
+        now, base = (logprobs(m, tokens, mask).sum() for m in (trained, tiny_model))
+        return float(now - base)
+
+    others = []
+    for record, other in zip(records, [*records[1:], records[0]], strict=True):
+        prompt = record.tokens[~record.loss_mask]
+        answer = other.tokens[other.loss_mask]
+        tokens = np.concatenate([prompt, answer])
+        others.append(ratio(tokens, np.arange(len(tokens)) >= len(prompt)))
+    point = max(0.0, float(np.mean(others)))
+    ratios = np.array([ratio(r.tokens, r.loss_mask) for r in records])
+    good = np.array([r.label for r in records])
+    sides_of = np.where(good, ratios - point, point - ratios)
+    expected = {
+        "loss": float(np.mean(1 / (1 + np.exp(0.1 * sides_of)))),
+        "kto_point": point,
+        "chosen_reward": 0.1 * ratios[good].mean(),
+        "rejected_reward": 0.1 * ratios[~good].mean(),
+        "accuracy_mean": float(np.mean(sides_of > 0)),
+    }
+    found = {name: metric(run, f"eval/given_eval/{name}")[2] for name in expected}
+    assert found == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
+def test_kto_tells_good_answers_from_bad_ones(config: Callable[..., Path], tmp_path: Path) -> None:
+    run = learn(config, "kto", 0, "rft.testing.tiny:copy_labels", tmp_path)
+    accuracy = metric(run, "eval/given_eval/accuracy_mean")
+    assert accuracy[0] == 0 and accuracy[40] >= 0.7, accuracy
+    assert metric(run, "eval/given_eval/reward_margin")[40] > 0.3
+
+
+LABELS = {"prompt": "ab1", "response": "1"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "overrides", "key", "says"),
+    [
+        ([LABELS], [], f"{INPUT}.format.label_key", "has no column 'label'; its columns are"),
+        (
+            [{**LABELS, "label": 1}],
+            [],
+            f"{INPUT}.format.label_key",
+            "column 'label' holds 1; a label is true or false",
+        ),
+        (
+            [{**LABELS, "label": True}] * 3,
+            [],
+            f"{INPUT}.format.label_key",
+            "'label' is true in all 3 rows; answers of both labels are compared",
+        ),
+        (
+            [{**LABELS, "label": n > 0} for n in range(3)],
+            ["buffer.train_batch_size=1"],
+            "buffer.train_batch_size",
+            "must be at least 2",
+        ),
+        (
+            [{**LABELS, "label": n > 0} for n in range(3)],
+            ["algorithm.policy_loss_fn=dpo"],
+            "algorithm.policy_loss_fn",
+            "dpo does not read labels as algorithm kto gives them; use kto",
+        ),
+    ],
+    ids=["none", "number", "one_class", "batch_of_one", "loss_of_pairs"],
+)
+def test_labels_that_say_nothing_are_refused(
+    config: Callable[..., Path],
+    tmp_path: Path,
+    rows: list[dict[str, Any]],
+    overrides: list[str],
+    key: str,
+    says: str,
+) -> None:
+    data = tmp_path / "labels.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = check(config("kto", str(data)), overrides)
+    assert any(e.key == key and says in e.message for e in report.errors), report.errors
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto"])
 def test_a_resumed_run_is_the_same_run(config: Callable[..., Path], kind: str) -> None:
     """Across an epoch's end: 20 rows, 8 of them in a step."""
-    path = "rft.testing.tiny:copy_pairs" if kind == "dpo" else "rft.testing.tiny:copy_tasks"
+    makers = {"sft": tiny.copy_tasks, "dpo": tiny.copy_pairs, "kto": tiny.copy_labels}
+    make: Callable[..., Any] = makers[kind]
+    path = f"rft.testing.tiny:{make.__name__}"
     file = config(kind, path)
     data = config(kind, path).parent / "rows.jsonl"
-    make = tiny.copy_pairs if kind == "dpo" else tiny.copy_tasks
     data.write_text("".join(json.dumps(r) + "\n" for r in make("train", n=20)))
     at = f"{INPUT}.path={data}"
     whole = execute(file, [at, "name=whole", "trainer.total_steps=5"], in_process=True)
@@ -339,6 +442,8 @@ def test_raft_imitates_the_best_of_its_own_answers(tmp_path: Path, tiny_model: P
         ("sft", ["algorithm.policy_loss_fn=dpo"], "algorithm.policy_loss_fn"),
         ("dpo", ["algorithm.policy_loss_fn=sft"], "algorithm.policy_loss_fn"),
         ("grpo", ["mode=both", "algorithm.policy_loss_fn=dpo"], "algorithm.policy_loss_fn"),
+        ("grpo", ["mode=both", "algorithm.policy_loss_fn=kto"], "algorithm.policy_loss_fn"),
+        ("kto", ["mode=both"], "mode"),
         ("sft", ["buffer.train_batch_size=5000", "trainer.total_steps=null"], "buffer.batch_size"),
     ],
 )

@@ -21,10 +21,10 @@ import pytest
 import torch
 
 from rft.algorithm.settings import AlgorithmSettings
-from rft.trainer import shards
-from rft.trainer.learner import Learner
-from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
-from rft.trainer.settings import LearnerSettings, OptimSettings
+from rft.trainer.checkpoint import shards
+from rft.trainer.loop.learner import Learner
+from rft.trainer.rows.pack import Budget, RankBatch, TrainRow, plan
+from rft.trainer.settings import LearnerSettings, OptimizerConfig
 from rft.types.ids import Version
 from tests.helpers import ranks
 
@@ -38,6 +38,8 @@ def rows() -> list[TrainRow]:
         for _ in range(3):
             answer = rng.integers(3, 250, int(rng.integers(1, 9))).tolist()
             mask = np.arange(len(prompt) + len(answer)) >= len(prompt)
+            top = [rng.choice(250, 4, replace=False) for _ in answer]
+            teacher = rng.dirichlet(np.ones(5), len(answer))
             made.append(
                 TrainRow(
                     tokens=np.array(prompt + answer, np.int32),
@@ -47,6 +49,8 @@ def rows() -> list[TrainRow]:
                     advantages=np.full(int(mask.sum()), rng.normal(), np.float32),
                     values=np.full(int(mask.sum()), 0.1, np.float32),
                     returns=np.full(int(mask.sum()), rng.normal(), np.float32),
+                    top_ids=np.array(top, np.int32),
+                    top_logprobs=np.log(teacher).astype(np.float16),
                     group=str(group),
                 )
             )
@@ -73,6 +77,11 @@ def share(rank: int, world: int, step: int, scorer: Learner | None = None) -> Ra
 
 
 CRITIC = AlgorithmSettings(algorithm_type="ppo", advantage_fn="ppo")
+TAUGHT = AlgorithmSettings(
+    advantage_fn="none",
+    policy_loss_fn="distill_top",
+    policy_loss_fn_args={"k": 4, "divergence": "jsd", "importance_clip": 2.0},
+)
 # other ways to spread the same step; each must give its gradient
 VARIANTS: dict[str, dict[str, Any]] = {
     "sequence": {"sequence_parallel": 2},
@@ -91,7 +100,8 @@ def one_rank(
         cpu_threads=1,
         world_size=world,
         total_steps=4,
-        optim=OptimSettings(lr=1e-3, clip_grad=0.5),
+        optim=OptimizerConfig(lr=1e-3),
+        grad_clip=0.5,
         algorithm=AlgorithmSettings(
             loss_agg_mode="seq-mean-token-mean", kl_loss_fn="k2", kl_loss_fn_args={"kl_coef": 0.01}
         ),
@@ -137,6 +147,9 @@ def one_rank(
         rendezvous,
         folder,
     )
+    for name, each in (("taught", 1), ("taught_sequence", world)):
+        changes = {"algorithm": TAUGHT, "sequence_parallel": each}
+        vary(settings, name, changes, rank, rendezvous, folder)
     if world == 2:
         for name, changes in VARIANTS.items():
             vary(settings, name, changes, rank, rendezvous, folder)
@@ -169,8 +182,8 @@ def go_on(learner: Learner, rank: int, world: int, folder: Path) -> None:
 
 def load_big(rank: int, world: int, rendezvous: str, model: str, folder: Path, warm: Path) -> None:
     """Peak memory of loading, above what the process had before."""
-    from rft.trainer import policy as policies
-    from rft.trainer import sharding
+    from rft.trainer.model import policy as policies
+    from rft.trainer.model import sharding
 
     settings = LearnerSettings(
         model_path=model, cpu_threads=1, world_size=world, row_layout="padded"
@@ -289,6 +302,12 @@ def test_however_it_is_spread_the_gradient_is_the_same(
     assert apart(one / "1", two / name) <= 1e-5
     files = sorted(p.name for p in (two / name).glob("model-*"))
     assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+def test_ranks_learn_the_same_from_a_teachers_likeliest_tokens(worlds: tuple[Path, Path]) -> None:
+    one, two = worlds
+    for name in ("taught", "taught_sequence"):
+        assert apart(one / "taught", two / name) <= 1e-5
 
 
 def test_ranks_that_share_a_sequence_teach_the_critic_the_same(worlds: tuple[Path, Path]) -> None:

@@ -14,7 +14,7 @@ from rft.cli.export_command import copy_model
 from rft.errors import WeightSyncFailed
 from rft.launch.execute import execute
 from rft.monitor.read import read, series
-from rft.trainer import adapterfiles
+from rft.trainer.model import adapterfiles
 from rft.types.adapter import key
 
 TINY = Path(__file__).parent / "tiny_config.yaml"

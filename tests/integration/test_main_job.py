@@ -7,7 +7,7 @@ import pytest
 
 from rft.launch import leftovers
 from rft.monitor.read import read, series
-from rft.trainer import manifest as manifests
+from rft.trainer.checkpoint import manifest as manifests
 from tests.helpers import runs
 
 ACCURACY = "eval/copy_eval/mean@1"

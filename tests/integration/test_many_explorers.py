@@ -18,7 +18,6 @@ import pytest
 
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
-from rft.config.verify import load_plan
 from rft.engine.pool import EnginePool
 from rft.errors import DeadlineExceeded, EngineFailed, RunFailed, SetupError
 from rft.explorer.explorer import Explorer
@@ -27,8 +26,9 @@ from rft.launch import drive
 from rft.launch.coordinator import Coordinator, ExplorerClient
 from rft.launch.signals import Signals
 from rft.launch.start import Start
+from rft.preflight.check import load_plan
 from rft.sync.schedule import Schedule
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import FixedSync, SyncRuntime
 from rft.sync.waits import cancel
 from rft.taskset.settings import TasksetSettings
 from rft.trainer.settings import TrainerSettings
@@ -151,7 +151,7 @@ async def process(
     own = Process()
     engine.ended = own.ended
     joined = await coordinator.join(
-        player.name, ["here"], [engine], own, SyncSettings(backend=player.backend)
+        player.name, ["here"], [engine], own, SyncRuntime(backend=player.backend)
     )
     client = Watched(coordinator, player.name, joined)
     client.player = player
@@ -187,32 +187,31 @@ async def process(
         )
 
 
-def play(world: Any, players: list[Player], plan: Any, folder: Path, **sync: Any) -> Found:
+def play(
+    world: Any, players: list[Player], plan: Any, folder: Path, backend: Any = "gloo", **sync: Any
+) -> Found:
     found = Found()
     folder.mkdir(exist_ok=True)
-    simulated.run(_play(world, players, plan, folder, found, sync))
+    runtime = SyncRuntime(backend=backend)
+    simulated.run(_play(world, players, plan, folder, found, sync, runtime))
     return found
 
 
 async def _play(
-    world: Any, players: list[Player], plan: Any, folder: Path, found: Found, sync: dict[str, Any]
+    world: Any,
+    players: list[Player],
+    plan: Any,
+    folder: Path,
+    found: Found,
+    sync: dict[str, Any],
+    runtime: SyncRuntime,
 ) -> None:
     rows = folder / "sums.jsonl"
     rows.write_text(
         "".join(json.dumps({"prompt": f"{i}+{i}?", "response": str(i)}) + "\n" for i in range(8))
     )
     s = world.schedule
-    settings = SyncSettings(
-        style=s.style,
-        interval=s.interval,
-        offset=s.offset,
-        max_staleness=s.max_staleness,
-        threshold=s.threshold,
-        partial_rollout=world.partial_rollout,
-        batch_units=world.groups,
-        step_units=world.step_groups,
-        **sync,
-    )
+    config = FixedSync(partial_rollout=world.partial_rollout, **sync)
     taskset = TasksetSettings(
         name="sums", path=str(rows), workflow="simple_workflow", reward="exact_answer", num_runs=2
     )
@@ -231,7 +230,9 @@ async def _play(
         by_group=s.by_group or not world.partial_rollout,
         max_inflight=world.max_inflight,
     )
-    plan = replace(plan, sync=settings, explorer=tasks, run_dir=folder)
+    plan = replace(
+        plan, sync=config, sync_runtime=runtime, schedule=s, explorer=tasks, run_dir=folder
+    )
     buffer = Buffer(
         BufferSettings(
             folder=folder / "buffer", on_short_batch=world.on_short_batch, capacity=world.capacity
@@ -427,7 +428,7 @@ def test_an_evaluation_that_was_under_way_is_given_to_the_first_that_joins_a_run
         {"role": "eval", "step": s, "time": 0.0, "values": {f"eval/x/{name}": 1.0}}
         for s, name in lines
     ]
-    plan = replace(plan, run_dir=tmp_path, monitor=replace(plan.monitor, folder=tmp_path))
+    plan = replace(plan, run_dir=tmp_path, tracked_run=replace(plan.tracked_run, folder=tmp_path))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
 
     async def joined(step: int) -> list[bool]:
@@ -440,7 +441,7 @@ def test_an_evaluation_that_was_under_way_is_given_to_the_first_that_joins_a_run
         )
         try:
             return [
-                (await coordinator.join(name, ["here"], [], None, SyncSettings())).evaluates
+                (await coordinator.join(name, ["here"], [], None, SyncRuntime())).evaluates
                 for name in ("a", "b")
             ]
         finally:
@@ -455,13 +456,13 @@ def test_an_evaluation_that_was_under_way_is_given_to_the_first_that_joins_a_run
 
 def test_no_explorer_comes(plan, tmp_path):
     with pytest.raises(DeadlineExceeded, match=r"mode: explore"):
-        play(simulated.World(steps=3), [], plan, tmp_path, timeout_s=30.0)
+        play(simulated.World(steps=3), [], plan, tmp_path, sync_timeout=30.0)
 
 
 def test_engines_on_cpus_are_refused_where_weights_go_from_gpu_to_gpu(plan, tmp_path):
     players = [Player(name="gpu", backend="nccl"), Player(name="cpu", joins_at=1.0)]
     with pytest.raises(SetupError, match="explorer cpu are on CPUs"):
-        play(simulated.World(steps=6), players, plan, tmp_path, method="nccl", backend="nccl")
+        play(simulated.World(steps=6), players, plan, tmp_path, backend="nccl", sync_method="nccl")
 
 
 def test_two_of_one_name_are_refused_while_the_first_lives(plan, tmp_path):
@@ -469,7 +470,7 @@ def test_two_of_one_name_are_refused_while_the_first_lives(plan, tmp_path):
     found = Found()
 
     async def both() -> None:
-        await _play(simulated.World(steps=6), players, plan, tmp_path, found, {})
+        await _play(simulated.World(steps=6), players, plan, tmp_path, found, {}, SyncRuntime())
 
     with pytest.raises(SetupError, match="explorer named a has joined"):
         simulated.run(both())

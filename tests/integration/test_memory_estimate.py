@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from rft.config.plan import Facts
-from rft.config.verify import check
 from rft.engine.environment import ALLOCATOR, library
+from rft.preflight.check import check
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "tests" / "unit" / "config" / "data" / "rows.jsonl"
@@ -26,11 +26,11 @@ import json, sys
 from pathlib import Path
 import numpy as np
 import ray
-from rft.config.memory_estimate import micro_batch
+from rft.preflight.memory_trainer import micro_batch
 from rft.config.plan import Facts
-from rft.config.verify import check
-from rft.trainer.learner import Learner
-from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
+from rft.preflight.check import check
+from rft.trainer.loop.learner import Learner
+from rft.trainer.rows.pack import Budget, RankBatch, TrainRow, plan
 
 made = check(sys.argv[1], sys.argv[2:], facts=Facts(cpus=2, gpus=0), schema_only=True).plan
 prompt, response, runs = 40, 24, 8
@@ -94,7 +94,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("trainer.enable_gradient_checkpointing=true",),
         pytest.param(("trainer.max_token_len_per_gpu=512",), marks=pytest.mark.slow),
         pytest.param(
-            ("trainer.share_prompts=false", "trainer.max_token_len_per_gpu=1024"),
+            ("trainer.row_layout=padded", "trainer.max_token_len_per_gpu=1024"),
             marks=pytest.mark.slow,
         ),
     ],

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rft.config.verify import check, load_plan
 from rft.engine.built_in import make
+from rft.preflight.check import check, load_plan
 from rft.testing.engine_contract import EngineContract, Subject
 from rft.types.ids import Version
 from tests.helpers.command import rft

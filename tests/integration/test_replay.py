@@ -18,12 +18,12 @@ from rft.buffer.replay_reader import ReplayReader
 from rft.cli import debug_command
 from rft.cli.options import planned, tasksets
 from rft.errors import ConfigError, ConfigErrors, PayloadDamaged
-from rft.extras.view.report.facts import collect
+from rft.extras.view.report_facts import collect
 from rft.launch.execute import execute
 from rft.launch.step_again import again
 from rft.monitor.read import read, series
 from rft.taskset.open_source import open_taskset
-from rft.trainer import manifest as manifests
+from rft.trainer.checkpoint import manifest as manifests
 from rft.types.ports import EndOfData
 from tests.helpers.asked_ledger import said
 from tests.helpers.runs import TINY, audit

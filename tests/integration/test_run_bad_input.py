@@ -245,7 +245,7 @@ MODELS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     ),
     "no chat template": (
         lambda f: (f / "chat_template.jinja").unlink(),
-        ("has no chat template", "model.chat_template_path"),
+        ("has no chat template", "model.custom_chat_template"),
     ),
 }
 

@@ -106,9 +106,9 @@ def test_wandb_keeps_no_command_line(tmp_path: Path) -> None:
     """Its own record of how the program was called would hold the secrets of overrides."""
     code = (
         "import asyncio, sys\nfrom pathlib import Path\nfrom rft.monitor.monitor import Monitor\n"
-        "from rft.monitor.settings import MonitorSettings\n"
-        "made = Monitor(MonitorSettings(folder=Path(sys.argv[1]), kinds=('wandb',), args={'wandb': "
-        "{'mode': 'offline'}}))\n"
+        "from rft.monitor.settings import MonitorConfig, TrackedRun\n"
+        "made = Monitor(MonitorConfig(monitor_type=('wandb',), monitor_args={'mode': "
+        "'offline'}), TrackedRun(folder=Path(sys.argv[1])))\n"
         "asyncio.run(made.close())\n"
     )
     done = subprocess.run(

@@ -17,7 +17,7 @@ import pytest
 from rft.buffer.query import open_run
 from rft.launch import leftovers
 from rft.monitor.read import read, series
-from rft.trainer import manifest as manifests
+from rft.trainer.checkpoint import manifest as manifests
 from tests.helpers import runs
 
 pytestmark = pytest.mark.smoke

@@ -36,7 +36,7 @@ def test_rows_of_a_failed_attempt_are_explained_and_never_train(
 
     monkeypatch.setattr(simulated.Ranks, "score", slow_score)
     monkeypatch.setattr(simulated.SimTrainer, "_train", seen_train)
-    faults._seen.clear()
+    faults._visits.clear()
     # the third load claims success and does nothing
     monkeypatch.setenv(faults.VARIABLE, "sync.skip:3")
     world = simulated.World(
@@ -75,7 +75,7 @@ def test_what_replaces_rows_of_a_failed_attempt_is_no_older_than_the_schedule_al
 
     monkeypatch.setattr(simulated.Ranks, "score", slow_score)
     monkeypatch.setattr(simulated.SimTrainer, "_train", seen_train)
-    faults._seen.clear()
+    faults._visits.clear()
     monkeypatch.setenv(faults.VARIABLE, "sync.skip:3")
     world = simulated.World(
         schedule=Schedule(), steps=4, explore_s=(1.0,), train_s=(0.5,), max_refill=8

@@ -210,7 +210,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from rft.launch import parts
-from rft.trainer import sharding
+from rft.trainer.model import sharding
 from rft.trainer.settings import LearnerSettings
 
 rank, meeting, address = int(sys.argv[1]), sys.argv[2], sys.argv[3]

@@ -262,7 +262,7 @@ def test_an_engine_of_an_explorer_is_killed_while_it_receives_a_broadcast(
     try:
         way = (
             "synchronizer.sync_method=nccl",
-            "synchronizer.bucketed_broadcast=false",
+            "synchronizer.nccl.bucketed_broadcast=false",
             "synchronizer.sync_style=fixed",
         )
         job = Job(

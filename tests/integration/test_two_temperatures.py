@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import yaml
 
-from rft.config.verify import load_plan
 from rft.launch.execute import execute
 from rft.monitor.read import read, series
-from rft.trainer import batch_builder
-from rft.trainer.learner import Learner
-from rft.trainer.ranks import Ranks
+from rft.preflight.check import load_plan
+from rft.trainer.loop.learner import Learner
+from rft.trainer.loop.ranks import Ranks
+from rft.trainer.rows import batch_builder
 from rft.types.block import decode
 from rft.types.experience import Experience
 from rft.types.ports import Lease, ScoreRow
@@ -47,7 +47,8 @@ def config(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
             "name": name,
             "path": "rft.testing.tiny:copy_tasks",
             "weight": 1,
-            "rollout_args": {"temperature": TEMPERATURES[name], "n": RUNS[name]},
+            "rollout_args": {"temperature": TEMPERATURES[name]},
+            "repeat_times": RUNS[name],
         }
         for name in TEMPERATURES
     ]
@@ -61,14 +62,14 @@ def config(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 def leases(config: Path) -> list[Lease]:
     """What each train step of the run was given."""
     seen: list[Lease] = []
-    read = batch_builder.read
+    read = batch_builder.decode_lease
 
     def keep(lease: Lease, **needs: Any) -> batch_builder.DecodedLease:
         seen.append(lease)
         return read(lease, **needs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch_builder, "read", keep)
+        patch.setattr(batch_builder, "decode_lease", keep)
         execute(config, [], in_process=True)
     return seen
 

@@ -100,7 +100,7 @@ async def check_scores(adapted: Adapted) -> None:
         tokens=np.concatenate([made.prompt_tokens, made.tokens]),
         prompt_length=len(made.prompt_tokens),
     )
-    assert np.abs(await adapted.engine.logprobs(row) - made.logprobs).max() < 1e-4
+    assert np.abs((await adapted.engine.score(row)).logprobs - made.logprobs).max() < 1e-4
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -17,13 +17,14 @@ from rft.engine.environment import cpu_environment
 from rft.engine.settings import EngineSettings
 from rft.engine.vllm import VllmEngine
 from rft.errors import EngineFailed
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import FixedSync
 from rft.testing.engine_contract import EngineContract, Subject, ask, clean, shaken, stage
 from rft.types.completion import Completion
 from rft.types.ids import Version
 from rft.types.ports import GenerateRequest, LoadReport, ScoreRow, WeightManifest
 from rft.types.task import SamplingArgs
 from tests.helpers.broadcast import Sending
+from tests.helpers.sync_config import SmallBuckets
 
 pytestmark = [
     pytest.mark.vllm,
@@ -74,7 +75,9 @@ async def tied_engine(tiny_model: Path, environment: pytest.MonkeyPatch) -> Asyn
         "RFT_FAULT", ",".join(f"{point}:{FIRST_FAULT + i}" for i, point in enumerate(FAULTS))
     )
     counted = {"worker_cls": "tests.helpers.counting_worker.CountingWorker"}
-    engine = await started(tiny_model, environment, sleep_level=2, extra_engine_args=counted)
+    engine = await started(
+        tiny_model, environment, sleep_level=2, extra_engine_args=counted, top_logprobs=25
+    )
     with pytest.raises(EngineFailed, match="no weights were loaded"):
         await engine.generate(ask())
     yield engine
@@ -181,10 +184,37 @@ async def check_parity(
             temperature=temperature,
         )
         if temperature == 1:
-            assert np.abs(await engine.logprobs(row) - made[0].logprobs).max() < 1e-4
+            assert np.abs((await engine.score(row)).logprobs - made[0].logprobs).max() < 1e-4
+            await check_top(engine, reference(folder, weights), made[0], Version(1, step))
         else:
             with pytest.raises(ValueError, match="temperature 1 only"):
-                await engine.logprobs(row)
+                await engine.score(row)
+
+
+async def check_top(engine: VllmEngine, model: Any, made: Completion, version: Version) -> None:
+    """The likeliest tokens behind another prompt are those of transformers."""
+    import torch
+    from transformers import AutoTokenizer
+
+    chat = [{"role": "user", "content": "told more"}]
+    told = GenerateRequest(messages=tuple(chat))
+    row = ScoreRow(tokens=made.tokens, prompt_length=0, prompt=told, top=25)
+    found = await engine.score(row)
+    assert found.version == version
+    tokenizer: Any = AutoTokenizer.from_pretrained(engine.settings.model_path)
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *made.tokens.tolist()]])).logits[0]
+    logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1)
+    written = torch.from_numpy(made.tokens.astype(np.int64))[:, None]
+    assert np.abs(found.logprobs - logprobs.gather(1, written)[:, 0].numpy()).max() < 1e-4
+    assert found.top_ids is not None and found.top_logprobs is not None
+    ids = torch.from_numpy(found.top_ids.astype(np.int64))
+    assert ids.shape == (len(made.tokens), 25)
+    assert (logprobs.gather(1, ids) - logprobs.topk(25).values).abs().max() < 1e-4
+    others = logprobs.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+    wanted = torch.cat([logprobs.gather(1, ids), others], 1).numpy()
+    np.testing.assert_allclose(found.top_logprobs, wanted, rtol=2e-3, atol=2e-4)
 
 
 async def test_log_probs_after_each_load(
@@ -200,7 +230,11 @@ async def test_log_probs_after_a_broadcast(
 
     sending = Sending(
         tmp_path,
-        settings=SyncSettings(method="nccl", timeout_s=120.0, bucket_bytes=200_000, overlap=True),
+        config=FixedSync(
+            sync_method="nccl",
+            sync_timeout=120.0,
+            nccl=SmallBuckets(size=200_000, overlap_broadcast_and_load=True),
+        ),
     )
     try:
         for step in (1, 2):
@@ -232,7 +266,7 @@ async def test_prefill_is_shared_and_recomputed(
     await subject.publish(old, Version(2, 1))
     task = asyncio.create_task(tied_engine.generate(ask(max_tokens=400, ignore_eos=True)))
     await asyncio.wait([task], timeout=0.1)
-    held = (await subject.publish(new, Version(2, 2))).held
+    held = (await subject.publish(new, Version(2, 2))).paused
     made = (await task)[0]
     cut = next(s for s in made.version_spans if s.version == Version(2, 2)).start
     assert 0 < cut < 400, made.version_spans
@@ -252,7 +286,7 @@ async def test_prefill_is_shared_and_recomputed(
     assert held.recomputed_tokens == len(made.prompt_tokens) + cut - 1, (
         "the newest token has no keys yet"
     )
-    idle = (await subject.publish(new, Version(2, 3))).held
+    idle = (await subject.publish(new, Version(2, 3))).paused
     assert (idle.requests, idle.recomputed_tokens, idle.tokens_per_s) == (0, 0, 0)
 
 

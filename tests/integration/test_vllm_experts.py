@@ -17,7 +17,7 @@ from rft.engine.settings import EngineSettings
 from rft.engine.vllm import VllmEngine
 from rft.errors import WeightSyncFailed
 from rft.sync.canary import Canary
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import FixedSync, SyncRuntime
 from rft.testing import tiny
 from rft.testing.engine_contract import Subject, ask, clean, shaken
 from rft.types.ids import Version
@@ -88,7 +88,9 @@ class Trainer:
 
 async def test_versions_reach_every_expert(served: tuple[Subject, Any]) -> None:
     subject, model = served
-    canary = Canary(SyncSettings(), [[5, 6, 7, 8 + i] for i in range(16)], Trainer(model))
+    canary = Canary(
+        FixedSync(), SyncRuntime(), [[5, 6, 7, 8 + i] for i in range(16)], Trainer(model)
+    )
     before: list[Any] = []
     for step in range(1, FAULTY):
         weights = shaken(subject.weights, step) if step > 1 else dict(subject.weights)
@@ -120,11 +122,13 @@ async def test_versions_reach_every_expert(served: tuple[Subject, Any]) -> None:
 async def test_a_stale_expert_is_rejected(served: tuple[Subject, Any]) -> None:
     """By the probe of its layer, and by the canary alone."""
     subject, model = served
-    canary = Canary(SyncSettings(), [[5, 6, 7, 8 + i] for i in range(16)], Trainer(model))
+    canary = Canary(
+        FixedSync(), SyncRuntime(), [[5, 6, 7, 8 + i] for i in range(16)], Trainer(model)
+    )
     weights = shaken(subject.weights, 11)
     experts.set_weights(model, weights)
     report = await subject.publish(weights, Version(1, 11))
-    assert report.whole and report.probe_error > 1e-2
+    assert report.intact and report.probe_error > 1e-2
     if "sinks" not in "".join(weights):
         assert "experts" in report.probe_worst
     with pytest.raises(WeightSyncFailed, match="differ from the trainer's"):

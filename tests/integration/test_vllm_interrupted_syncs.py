@@ -22,7 +22,7 @@ from rft.engine.settings import EngineSettings
 from rft.engine.vllm import VllmEngine
 from rft.errors import WeightSyncFailed
 from rft.sync.schedule import Schedule
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import FixedSync, SyncRuntime
 from rft.sync.synchronizer import Synchronizer
 from rft.sync.transport.memory import MemoryTransport
 from rft.testing.engine_contract import ask, shaken
@@ -135,7 +135,8 @@ async def test_two_hundred_interrupted_syncs(
     )
     engine.count()
     sync = Synchronizer(
-        SyncSettings(timeout_s=120),
+        FixedSync(sync_timeout=120),
+        SyncRuntime(),
         [engine],
         model,
         Schedule(),

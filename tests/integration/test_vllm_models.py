@@ -232,6 +232,7 @@ KEYS: dict[str, tuple[Any, str, Any]] = {
     # what this vLLM does not have is named
     "extra_engine_args": ({"swap_space": 1}, "", "not arguments of vLLM"),
 }
+_OF_MODEL = {"max_model_len", "trust_remote_code"}  # keys of the section `model`
 OTHERWISE = {  # what is not vLLM's to know, and who reads it
     **dict.fromkeys(
         ("name", "engine_type", "engine_num", "data_parallel_size", "device"),
@@ -241,37 +242,29 @@ OTHERWISE = {  # what is not vLLM's to know, and who reads it
         ("cpu_threads", "start_timeout", "stall_timeout", "step_timeout"),
         "the environment and the clocks of the engine's process",
     ),
+    "tokenization_check": "Chat",
+    "ignore_eos": "SamplingArgs",
     **dict.fromkeys(
-        (
-            "max_prompt_tokens",
-            "enable_prompt_truncation",
-            "chat_template",
-            "enable_thinking",
-            "tokenization_check",
-        ),
-        "Chat",
-    ),
-    **dict.fromkeys(
-        ("max_response_tokens", "min_response_tokens", "repetition_penalty", "ignore_eos"),
-        "SamplingArgs",
-    ),
-    **dict.fromkeys(
-        ("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"),
+        ("tool_call_parser", "reasoning_parser"),
         "Parsers, which are vLLM's",
     ),
     **dict.fromkeys(("enable_openai_api", "base_port", "api_key"), "the explorer's endpoint"),
-    **dict.fromkeys(("enable_history", "use_v1"), "no effect"),
     **dict.fromkeys(
         ("fully_sharded_loras", "max_cpu_loras"), "not active: adapters come with LoRA"
     ),
-    "external_model_config": "models behind a server",
     "router_replay": "of mixtures of experts: test_vllm_experts.py",
 }
 
 
 def planned(folder: Path, **values: Any) -> EngineSettings:
+    of_model = {key: values.pop(key) for key in _OF_MODEL & set(values)}
     config = {
-        "model": {"model_path": str(folder), "max_prompt_tokens": 30, "max_response_tokens": 30},
+        "model": {
+            "model_path": str(folder),
+            "max_prompt_tokens": 30,
+            "max_response_tokens": 30,
+            **of_model,
+        },
         "cluster": {"gpu_per_node": 8},
         "buffer": {
             "batch_size": 4,
@@ -280,7 +273,7 @@ def planned(folder: Path, **values: Any) -> EngineSettings:
         },
         "explorer": {"rollout_model": values},
     }
-    if "max_model_len" in values:
+    if "max_model_len" in of_model:
         del config["model"]["max_response_tokens"]  # type: ignore[attr-defined]
     return resolve(from_dict(config), Facts(cpus=2, gpus=8)).engines[0]
 
@@ -300,7 +293,7 @@ def test_a_key_reaches_vllm(key: str, tiny_model: Path) -> None:
 def test_every_key_has_its_place() -> None:
     from rft.config.schema.explorer_section import InferenceModelConfig
 
-    assert set(InferenceModelConfig.model_fields) == {*KEYS, *OTHERWISE}
+    assert set(InferenceModelConfig.model_fields) == {*KEYS, *OTHERWISE} - _OF_MODEL
 
 
 def test_a_copy_is_an_engine_of_its_own() -> None:

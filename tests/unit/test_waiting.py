@@ -9,7 +9,7 @@ from tests.helpers import simulated
 
 
 async def _inside(noun: str, whom: str, seconds: float, *, whole: bool = False) -> None:
-    with waits(noun, whom, whole=whole):
+    with waits(noun, whom, opaque=whole):
         await asyncio.sleep(seconds)
 
 
@@ -59,7 +59,7 @@ def test_of_nested_waits_the_innermost_counts() -> None:
 
 def test_whom_a_judge_asks_in_its_turn_is_not_said() -> None:
     async def play() -> str:
-        with waits("question", "judge helpful", whole=True):
+        with waits("question", "judge helpful", opaque=True):
             job = asyncio.ensure_future(_inside("call", "model judge", 9))
             await asyncio.sleep(5)
             said = sentence(activities())

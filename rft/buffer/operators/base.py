@@ -1,4 +1,4 @@
-"""What an operator is: the rows of one group in, the rows that go on out.
+"""The base class of operators, which filter or change the rows of one group.
 
     @operator("short_answers")
     class ShortAnswers(Operator):
@@ -7,8 +7,8 @@
         async def process(self, rows, group):
             return Result([r for r in rows if r.num_response_tokens <= 100])
 
-An operator knows neither explorer nor ledger.  Invariant: what it may change depends on its stage
-alone, and the pipeline checks it.
+An operator knows neither explorer nor ledger.  Invariant: an operator's stage alone decides which
+fields it may change, and the pipeline checks it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
 class GroupView(Struct, frozen=True, kw_only=True):
-    """What an operator may know of a group besides the rows it is given.
+    """The context of a group for an operator.
 
-    `members` are all rows that have a sequence, those that an earlier operator dropped included, in
-    run order.  `rewards`, `mean` and `std` are of what the group compares: its scored runs, or rows
-    with rewards of their own (`rft.types.credit`); the buffer takes the same again when the rows
-    are leased.
+    `members` are all rows with a sequence, including those that an earlier operator dropped, in run
+    order.  `rewards`, `mean` and `std` cover the rewards that the group compares: those of its
+    scored runs, or of rows with their own rewards (`rft.types.credit`); the buffer computes the
+    same again when the rows are leased.
     """
 
     task: Task
@@ -56,7 +56,7 @@ class GroupView(Struct, frozen=True, kw_only=True):
 
     @property
     def run_rewards(self) -> dict[int, float]:
-        """The reward of every scored run."""
+        """Return the reward of every scored run."""
         return run_rewards(scored_members(self.members))
 
     @property
@@ -66,14 +66,14 @@ class GroupView(Struct, frozen=True, kw_only=True):
 
     @property
     def mean(self) -> float:
-        """Mean reward; 0 where nothing is scored."""
+        """Return the mean reward; 0 without scored rows."""
         rewards = self.rewards
         return sum(rewards) / len(rewards) if rewards else 0.0
 
     @property
     def std(self) -> float:
-        """Unbiased standard deviation of the rewards; exactly 0 where they are all equal, and for
-        fewer than two.
+        """Return the unbiased standard deviation of the rewards; exactly 0 for equal rewards and
+        for fewer than two.
         """
         rewards = self.rewards
         mean = self.mean
@@ -83,10 +83,10 @@ class GroupView(Struct, frozen=True, kw_only=True):
 
 
 class Result(Struct, frozen=True):
-    """What `process` returns: the rows that go on, and numbers for people.
+    """The result of `process`: the remaining rows, and metrics.
 
-    Names of metrics are put behind `experience_pipeline/`; each says how its values of all groups
-    of a step become one.
+    Names of metrics get the prefix `experience_pipeline/`; each metric says how its values over the
+    groups of a step are combined.
     """
 
     rows: Sequence[Experience]
@@ -94,38 +94,39 @@ class Result(Struct, frozen=True):
 
 
 class Operator(Provider):
-    """Subclass it.  `__init__` takes the checked `args` as keyword arguments; one object serves the
-    whole run.
+    """Base class of operators.  `__init__` takes the checked `args` as keyword arguments; one
+    object serves the whole run.
 
     `needs` maps libraries to the extra that installs them.
 
-    `process` may be `async`: then groups may overlap.  An ordinary function runs in a thread, one
-    group after the other.
+    An `async` `process` may run for several groups at once.  An ordinary function runs in a thread,
+    one group after the other.
     """
 
     stage: ClassVar[Stage] = ""  # type: ignore[assignment]  # every operator sets it
     needs: ClassVar[Mapping[str, str]] = {}
 
     async def prepare(self, models: Mapping[str, ChatModel]) -> None:
-        """Once, before the first group.  `models` may be asked, by name: "rollout_model", the
-        policy, and the auxiliary models.
+        """Prepare before the first group.
+
+        `models`: chat models by name: "rollout_model", the policy, and the auxiliary models.
         """
 
     def process(self, rows: Sequence[Experience], group: GroupView) -> Result | Awaitable[Result]:
-        """`rows`: the members of one group that have a sequence and that no operator before has
-        dropped, in run order.
+        """Return the remaining rows and metrics of one group.
 
-        What it raises makes the group fail, with the traceback; rows are read-only, so use
+        `rows`: the group's members that have a sequence and were not dropped before, in run order.
+        An exception makes the group fail, with the traceback; rows are read-only, so use
         `msgspec.structs.replace`.
         """
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Once, after the last group."""
+        """Clean up after the last group."""
 
 
 class OperatorArgs(BaseModel):
-    """Arguments of an operator; unknown ones are refused."""
+    """Arguments of an operator; unknown arguments are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -135,23 +136,23 @@ class _Engine:
 
 
 EngineName = Annotated[str, _Engine()]
-"""An argument that names an engine, "rollout_model" or an auxiliary model; the check of the
-configuration refuses one that is not there.
+"""An argument that names an engine, "rollout_model" or an auxiliary model; the config check refuses
+unknown engines.
 """
 
 
-def engines_named(args: type[BaseModel], given: Mapping[str, object]) -> dict[str, str]:
-    """The arguments of `args` that name an engine, and which."""
+def engines_named(args: type[BaseModel], values: Mapping[str, object]) -> dict[str, str]:
+    """Return the arguments of `args` that name an engine, with their values."""
     marked = [
         name
         for name, field in args.model_fields.items()
         if any(isinstance(m, _Engine) for m in field.metadata)
     ]
-    return {name: str(given[name]) for name in marked}
+    return {name: str(values[name]) for name in marked}
 
 
 def untrained(row: Experience) -> Experience:
-    """The row with no token left to train."""
+    """Return the row without trained tokens."""
     none = np.zeros(row.num_tokens, np.bool_)
     return msgspec.structs.replace(
         row, loss_mask=none, logprobs=np.zeros(row.num_tokens, np.float32)
@@ -159,10 +160,9 @@ def untrained(row: Experience) -> Experience:
 
 
 def number_of(row: Experience, name: str) -> float | None:
-    """The number called `name` in the row's `info`, `metrics` or `reward_parts`, in this order.
-    None = it has none.
+    """Return number `name` of the row's `info`, `metrics` or `reward_parts`, in this order.
 
-    Raises ValueError where it is something else than a finite number.
+    None = absent.  Raises ValueError if it is not a finite number.
     """
     for place in (row.info, row.metrics, row.reward_parts):
         if name in place:
@@ -174,5 +174,5 @@ def number_of(row: Experience, name: str) -> float | None:
 
 
 def names_of(row: Experience) -> str:
-    """The names that `number_of` can find, for messages."""
+    """Return the names that `number_of` can find, for messages."""
     return ", ".join(sorted({*row.info, *row.metrics, *row.reward_parts})) or "none"

@@ -1,8 +1,8 @@
-"""Operators that leave rows out (by reward, by group, by length, by likeness), give other rewards,
-or report them.
+"""Built-in operators: filter rows by reward, group, length or similarity, change rewards, or report
+them.
 
-They know only the group they are given.  Rows left out are stored as `explained: filtered` and
-still count in the group's statistics.
+They know only their group.  Dropped rows are stored as `explained: filtered` and still count in the
+group's statistics.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class RewardFilterArgs(OperatorArgs):
 
 @operator("reward_filter", args=RewardFilterArgs)
 class RewardFilter(WithArgs, Operator):
-    """Keeps rows with a reward of at least `threshold`.  Rows that are not scored are left to be
-    explained as unscored.
+    """Keeps rows with a reward of at least `threshold`.
+
+    Unscored rows pass and are explained as unscored later.
     """
 
     stage = "drop"
@@ -51,14 +52,15 @@ class RewardFilter(WithArgs, Operator):
 
 class StdArgs(OperatorArgs):
     threshold: float = Field(0.0, ge=0)
-    # a run counts once, with the reward of its last row, also where rows have rewards of their own
+    # True: each run counts once, with its last row's reward, even if rows have their own rewards
     of_runs: bool = False
 
 
 @operator("reward_std_filter", args=StdArgs)
 class RewardStdFilter(WithArgs, Operator):
-    """Drops groups whose rewards have an unbiased standard deviation of at most `threshold`, and
-    groups of one.
+    """Drops groups whose rewards have a standard deviation of at most `threshold`.
+
+    The deviation is unbiased; groups with a single reward are dropped, too.
     """
 
     stage = "drop"
@@ -67,8 +69,8 @@ class RewardStdFilter(WithArgs, Operator):
         if self.args.of_runs:
             last = {m.id.run: m for m in group.members if m.reward is not None}
             group = msgspec.structs.replace(group, members=tuple(last.values()))
-        kept = list(rows) if group.std > self.args.threshold else []
-        metrics = [Metric("operator_filtered_count", len(rows) - len(kept), "sum")]
+        passed = list(rows) if group.std > self.args.threshold else []
+        metrics = [Metric("operator_filtered_count", len(rows) - len(passed), "sum")]
         if len(group.rewards) > 1:
             for name, value in (("reward_mean", group.mean), ("reward_std", group.std)):
                 at = f"origin_group_advantages/{name}"
@@ -77,7 +79,7 @@ class RewardStdFilter(WithArgs, Operator):
                     Metric(f"{at}/max", value, "max"),
                     Metric(f"{at}/min", value, "min"),
                 ]
-        return Result(kept, metrics)
+        return Result(passed, metrics)
 
 
 class DapoArgs(OperatorArgs):
@@ -87,12 +89,11 @@ class DapoArgs(OperatorArgs):
 
 @operator("dapo_dynamic_sampling", args=DapoArgs)
 class DapoDynamicSampling(WithArgs, Operator):
-    """Keeps groups in which some scored runs, not all, are correct: `metric_key` above
-    `correct_threshold`.
+    """Keeps groups with correct and incorrect scored runs: `metric_key` above `correct_threshold`.
 
-    arXiv:2503.14476, section 3.2.  The key is looked for in the rows' info, metrics and parts of
-    the reward.  Where no row has `accuracy`, the reward stands for it; another key that is missing
-    is an error.  The explorer replaces dropped groups, up to buffer.max_refill of them in a step.
+    arXiv:2503.14476, section 3.2.  The key is searched in the rows' info, metrics and reward parts.
+    If no row has `accuracy`, the reward replaces it; any other missing key is an error.  The
+    explorer replaces dropped groups, up to buffer.max_refill of them in a step.
     """
 
     stage = "drop"
@@ -115,21 +116,21 @@ class DapoDynamicSampling(WithArgs, Operator):
         )
 
     def _scores(self, group: GroupView) -> list[float]:
-        """Of every scored run: its reward, or the mean of the key over its rows."""
+        """Return the score of every scored run: its reward, or the mean of the key over its rows."""
         rows = [m for m in group.members if m.reward is not None]
-        found = [number_of(r, self.args.metric_key) for r in rows]
-        if self.args.metric_key == ACCURACY and all(f is None for f in found):
+        numbers = [number_of(r, self.args.metric_key) for r in rows]
+        if self.args.metric_key == ACCURACY and all(f is None for f in numbers):
             return list(group.run_rewards.values())
-        of: dict[int, list[float]] = defaultdict(list)
-        for row, value in zip(rows, found, strict=True):
+        by_run: dict[int, list[float]] = defaultdict(list)
+        for row, value in zip(rows, numbers, strict=True):
             if value is None:
                 raise ValueError(
                     f"{row.id} has no {self.args.metric_key!r}; it has {names_of(row)}.  Let the "
                     f"reward or the workflow report it, "
                     "or name another metric_key"
                 )
-            of[row.id.run].append(value)
-        return [fmean(values) for values in of.values()]
+            by_run[row.id.run].append(value)
+        return [fmean(values) for values in by_run.values()]
 
 
 class NoOperatorArgs(OperatorArgs):
@@ -138,8 +139,9 @@ class NoOperatorArgs(OperatorArgs):
 
 @operator("invalid_reward_filter", args=NoOperatorArgs)
 class InvalidRewardFilter(Operator):
-    """Drops rows without a reward.  (A reward that is not a finite number never gets this far: its
-    run has failed.)
+    """Drops rows without a reward.
+
+    A run with a non-finite reward has already failed.
     """
 
     stage = "drop"
@@ -150,17 +152,17 @@ class InvalidRewardFilter(Operator):
 
 @operator("mask_response_truncated", args=NoOperatorArgs)
 class MaskResponseTruncated(Operator):
-    """Trains no token of an answer that ended at a length limit.  arXiv:2503.14476, section 3.4
+    """Excludes an answer that ended at a length limit from training.  arXiv:2503.14476, section 3.4
 
-    The finish reason of the last model call decides, and the whole row is masked.
+    The finish reason of the last model call decides, and all tokens of the row are masked.
     """
 
     stage = "drop"
 
     async def process(self, rows: Sequence[Experience], group: GroupView) -> Result:
         cut = [r.finish_reason == "length" for r in rows]
-        kept = [untrained(r) if c else r for r, c in zip(rows, cut, strict=True)]
-        return Result(kept, [Metric("masked_truncated_count", sum(cut), "sum")])
+        masked = [untrained(r) if c else r for r, c in zip(rows, cut, strict=True)]
+        return Result(masked, [Metric("masked_truncated_count", sum(cut), "sum")])
 
 
 class DeduplicateRunsArgs(OperatorArgs):
@@ -172,11 +174,10 @@ class DeduplicateRunsArgs(OperatorArgs):
 
 @operator("deduplicate", args=DeduplicateRunsArgs)
 class DeduplicateRuns(WithArgs, Operator):
-    """Keeps the first `max_copies` runs of a group that gave the same answers, row by row.
+    """Keeps the first `max_copies` runs of a group with equal answers, compared row by row.
 
-    `by: tokens` compares the trained tokens; `by: text` the text of the last answer, with
-    `ignore_case` and `ignore_space` without regard to case and to where white space stands and how
-    much of it.
+    `by: tokens` compares the trained tokens; `by: text` the text of the last answer.  `ignore_case`
+    and `ignore_space` ignore case and the position and amount of white space.
     """
 
     stage = "drop"
@@ -185,14 +186,14 @@ class DeduplicateRuns(WithArgs, Operator):
         runs: dict[int, list[Experience]] = defaultdict(list)
         for row in rows:
             runs[row.id.run].append(row)
-        seen: Counter[tuple[str | bytes, ...]] = Counter()
-        kept = []
-        for mine in runs.values():
-            answers = tuple(map(self._answer, mine))
-            seen[answers] += 1
-            if seen[answers] <= self.args.max_copies:
-                kept += mine
-        return Result(kept, [Metric("duplicate_count", len(rows) - len(kept), "sum")])
+        copies: Counter[tuple[str | bytes, ...]] = Counter()
+        unique = []
+        for run_rows in runs.values():
+            answers = tuple(map(self._answer, run_rows))
+            copies[answers] += 1
+            if copies[answers] <= self.args.max_copies:
+                unique += run_rows
+        return Result(unique, [Metric("duplicate_count", len(rows) - len(unique), "sum")])
 
     def _answer(self, row: Experience) -> str | bytes:
         if self.args.by == "tokens":
@@ -202,7 +203,7 @@ class DeduplicateRuns(WithArgs, Operator):
 
 
 class Shaping(OperatorArgs):
-    """reward `op_type` (`weight` x the row's `stats_key`)."""
+    """One change: reward `op_type` (`weight` x the row's `stats_key`)."""
 
     stats_key: str = Field(min_length=1)
     op_type: Literal["ADD", "SUB", "MUL", "DIV"] = "ADD"
@@ -220,12 +221,11 @@ class ShapingArgs(OperatorArgs):
 
 @operator("reward_shaping_mapper", args=ShapingArgs)
 class RewardShapingMapper(WithArgs, Operator):
-    """Changes each scored row's reward by numbers that the row carries, one configuration after the
-    other.
+    """Changes each scored row's reward by numbers of the row.
 
-    A `stats_key` is looked for in the row's info, metrics and parts of the reward.  One that is
-    missing or no number, a division by zero, and a result that is not finite are errors: the group
-    fails with the reason.  Unscored rows stay unscored.
+    Configurations apply in order.  A `stats_key` is searched in the row's info, metrics and reward
+    parts.  A missing or non-numeric value, a division by zero and a non-finite result are errors:
+    the group fails with the reason.  Unscored rows stay unscored.
     """
 
     stage = "reward"
@@ -281,11 +281,10 @@ def _spread(name: str, value: float) -> list[Metric]:
 
 @operator("pass_rate_calculator", args=NoOperatorArgs)
 class PassRateCalculator(Operator):
-    """Reports which share of the groups has a pass rate (mean reward of its scored runs) that is
-    worth training on.
+    """Reports the share of groups whose pass rate is worth training on.
 
-    The pass rates themselves are in the ledger; selectors of tasks learn from there, also without
-    this operator.
+    The pass rate is the mean reward of the scored runs.  The ledger stores the pass rates; task
+    selectors learn from the ledger, even without this operator.
     """
 
     stage = "statistics"

@@ -1,10 +1,10 @@
-"""Runs operators over one group at a time, between the explorer and the buffer.
+"""Run operators over one group at a time, between the explorer and the buffer.
 
     copy of the input ─> reward operators ─> can the group be trained? ─> statistics operators ─>
     drop operators ─> still a row to train?
 
-It knows neither tasksets nor the ledger.  Invariant: out come the rows that went in, each once,
-with the same tokens; what an operator left out has its name as `reason` and is never trained.
+Knows neither tasksets nor the ledger.  Invariant: every input row comes out once, with the same
+tokens; a dropped row has the operator's name as `reason` and is never trained.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rft.errors import ConfigError, PluginError, PluginStopped, RftError, RunFai
 from rft.files.disk import drop_cut_line
 from rft.plugins import REGISTRY, checked_args
 from rft.secrets import redact
-from rft.types.block import plain
+from rft.types.block import json_value
 from rft.types.credit import parted_runs
 from rft.types.experience import Experience, check, scored_members
 from rft.types.metrics import Metric, Reduction
@@ -43,7 +43,10 @@ from rft.worker.threads import blamed, contained, in_thread, last_lines, unblock
 
 KEY = "data_processor.experience_pipeline.input_save_path"
 
-_ARRAYS = ("tokens", "loss_mask", "logprobs", "token_rewards", "teacher_logprobs", "routed_experts")
+_ARRAYS = (
+    *("tokens", "loss_mask", "logprobs", "token_rewards", "routed_experts"),
+    *("teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs"),
+)
 REFUSED = dict.fromkeys(
     ("data-juicer", "datajuicer", "DataJuicerOperator"),
     "write data_juicer, or data_juicer_filter, which drops rows",
@@ -54,29 +57,28 @@ FILTERED = "filtered"
 
 
 class InputCopy:
-    """A copy of every experience as it was played, as lines of JSON for people and other programs;
-    no part of the accounting.
+    """A JSON-lines copy of every experience before the operators, for people and other programs;
+    the accounting ignores it.
 
-    Lines are made and written in a thread; a group waits for its own lines, so nothing piles up.  A
-    line cut off by a crash is taken away when the file is opened again, and a later lineage adds to
-    it.
+    A thread encodes and writes lines; a group waits for its own lines, so nothing accumulates.
+    Opening the file again removes a line cut off by a crash; a later lineage appends.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: FileIO | None = None
-        # jobs in order, also when a caller gives up
+        # runs jobs in order, even if a caller is cancelled
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="experience-copy")
 
     async def open(self) -> None:
-        """Raises RunFailed where the file cannot be written."""
+        """Open the file.  Raises RunFailed if it cannot be written."""
         await self._work(self._open)
 
     async def write(self, rows: Sequence[Experience]) -> None:
         await self._work(lambda: self._write(rows))
 
     async def close(self) -> None:
-        """May be repeated."""
+        """Close the file; idempotent."""
         if self._file is not None:
             await self._work(self._file.close)
             self._file = None
@@ -100,16 +102,16 @@ class InputCopy:
         assert self._file is not None, "write after open"
         lines = []
         for row in rows:
-            # of a value that is no JSON the buffer says so, and refuses the group
+            # the buffer reports values that are not JSON, and refuses the group
             with suppress(TypeError, ValueError, OverflowError, RecursionError):
-                lines.append(msgspec.json.encode(as_line(row), enc_hook=plain) + b"\n")
+                lines.append(msgspec.json.encode(as_line(row), enc_hook=json_value) + b"\n")
         rest = memoryview(b"".join(lines))
         while rest:
             rest = rest[self._file.write(rest) :]
 
 
 def as_line(row: Experience) -> dict[str, Any]:
-    """One experience as JSON values: all its fields, arrays as lists, its id as text."""
+    """Return an experience as JSON values: all its fields, arrays as lists, its id as text."""
     line: dict[str, Any] = {"id": str(row.id), "group": str(row.group)}
     for name in row.__struct_fields__:
         if name != "id":
@@ -129,39 +131,39 @@ _MAY_CHANGE: dict[Stage, set[str]] = {
 
 
 def broken(stage: Stage, before: Sequence[Experience], result: Any) -> str:
-    """What is wrong with `result`, as the rest of a sentence about the operator; "" if nothing.
+    """Return the fault of `result` as the end of a sentence about the operator; "" if valid.
 
-    An operator never makes, copies, renames or rewrites an experience; it only judges those it was
-    given, `before`.
+    An operator may only judge the experiences in `before`, never create, copy, rename or rewrite
+    one.
     """
     if not isinstance(result, Result):
         return (
             f"returned {type(result).__name__}; it must return Result(rows, metrics) of "
             f"rft.buffer.operators.base"
         )
-    given = {r.id: r for r in before}
-    seen = set()
+    inputs = {r.id: r for r in before}
+    returned = set()
     for row in _listed(result.rows):
         if not isinstance(row, Experience):
             return (
                 f"returned a {type(row).__name__} among its rows; they must be the experiences "
                 f"it was given"
             )
-        if row.id not in given:
+        if row.id not in inputs:
             return (
                 f"returned {row.id}, which it was not given in this call; operators neither "
                 f"create nor rename experiences"
             )
-        if row.id in seen:
+        if row.id in returned:
             return (
                 f"returned {row.id} twice; rows are never copied (see max_uses for training "
                 f"them more often)"
             )
-        seen.add(row.id)
-        if fault := _changed(stage, given[row.id], row) or _invalid(row):
+        returned.add(row.id)
+        if fault := _changed(stage, inputs[row.id], row) or _invalid(row):
             return fault
-    if stage != "drop" and len(seen) < len(given):
-        missing = next(i for i in given if i not in seen)
+    if stage != "drop" and len(returned) < len(inputs):
+        missing = next(i for i in inputs if i not in returned)
         return f"left out {missing}; only operators of stage drop may, and its stage is {stage}"
     return _numbers(result)
 
@@ -200,8 +202,8 @@ def _changed(stage: Stage, old: Experience, new: Experience) -> str:
 
 
 def _invalid(row: Experience) -> str:
-    """Rows check themselves when they are made; an operator may write into `info` and `metrics` of
-    those that it makes.
+    """Check a changed row.  A row checks itself when created, but an operator may write into `info`
+    and `metrics` afterwards.
     """
     if not row.info and not row.metrics:
         return ""
@@ -238,23 +240,22 @@ def _numbers(result: Result) -> str:
 def build(
     settings: Sequence[OperatorSettings], engines: Collection[str] | None = None
 ) -> list[Operator]:
-    """The operators, made with their checked arguments.  Plugins must be loaded.  `engines`: those
-    that arguments may name; None = any.
+    """Return the operators, built with their checked arguments.  Plugins must be loaded.
 
-    Raises ConfigError for arguments and for an order that differs from STAGES, PluginError for an
-    unknown name.
+    `engines`: names that arguments may use; None = any. Raises ConfigError for invalid arguments
+    and for an order that differs from STAGES, PluginError for an unknown name.
     """
-    made = [_build(s, engines) for s in settings]
-    for before, after, where in zip(made, made[1:], settings[1:], strict=False):
+    operators = [_build(s, engines) for s in settings]
+    for before, after, where in zip(operators, operators[1:], settings[1:], strict=False):
         if STAGES.index(before.stage) > STAGES.index(after.stage):
             raise ConfigError(
                 f"{where.name} ({after.stage}) comes after an operator of stage {before.stage}; "
                 f"operators run in the order "
-                f"{', '.join(STAGES)}.  Write them so: {', '.join(_sorted(settings, made))}",
+                f"{', '.join(STAGES)}.  Write them so: {', '.join(_sorted(settings, operators))}",
                 key=where.key,
                 given=where.name,
             )
-    return made
+    return operators
 
 
 def _build(settings: OperatorSettings, engines: Collection[str] | None) -> Operator:
@@ -289,20 +290,23 @@ def _build(settings: OperatorSettings, engines: Collection[str] | None) -> Opera
             blamed(f"operator {name!r} cannot be made", f"{key}.name"),
             contained(f"operator {name!r}"),
         ):
-            made: Operator = cls(**args)
+            instance: Operator = cls(**args)
     except ConfigError as e:
         raise ConfigError(e.message, key=e.key or f"{key}.args", given=settings.args) from None
-    return made
+    return instance
 
 
-def _sorted(settings: Sequence[OperatorSettings], made: Sequence[Operator]) -> list[str]:
-    pairs = sorted(zip(settings, made, strict=True), key=lambda pair: STAGES.index(pair[1].stage))
+def _sorted(settings: Sequence[OperatorSettings], operators: Sequence[Operator]) -> list[str]:
+    pairs = sorted(
+        zip(settings, operators, strict=True), key=lambda pair: STAGES.index(pair[1].stage)
+    )
     return [s.name for s, _ in pairs]
 
 
 class OperatorFailed(Exception):
-    """An operator raised, or passed its deadline; the group cannot be used.  `traceback` is the
-    user's.
+    """An operator raised or exceeded its deadline; the group is unusable.
+
+    `traceback` is the operator's.
     """
 
     def __init__(self, message: str, traceback: str = "") -> None:
@@ -312,9 +316,7 @@ class OperatorFailed(Exception):
 
 @dataclass
 class Processed:
-    """A group after all operators: every row that went in, in the same order.  `reason` says why it
-    is not accepted.
-    """
+    """A group after all operators: every input row, in order.  `reason`: why it is not accepted."""
 
     rows: list[Experience]
     accepted: bool
@@ -323,38 +325,42 @@ class Processed:
 
 
 class ExperiencePipeline:
-    """The operators of a run.  `judge(rows, num_runs, needed)` says whether a group can be trained,
-    and if not why.
+    """The operators of a run.  `judge(rows, num_runs, needed)` returns whether a group can be
+    trained, and a reason if not.
     """
 
     def __init__(self, settings: PipelineSettings, judge: Judge, deadline_s: float) -> None:
-        """`deadline_s` is how long an operator may take over one group.  Raises ConfigError;
-        plugins must be loaded.
+        """Build the operators; plugins must be loaded.  `deadline_s`: operator's limit per group.
+
+        Raises ConfigError.
         """
-        made = zip(settings.operators, build(settings.operators), strict=True)
-        self._operators = [_Running(s.name, i, o, deadline_s) for i, (s, o) in enumerate(made)]
+        pairs = zip(settings.operators, build(settings.operators), strict=True)
+        self._operators = [_Running(s.name, i, o, deadline_s) for i, (s, o) in enumerate(pairs)]
         self._copy = InputCopy(settings.input_path) if settings.input_path is not None else None
         self._judge = judge
         self._prepared: list[_Running] = []
 
     @property
     def active(self) -> bool:
-        """Whether there is anything to do."""
+        """Return whether there are operators or a copy of the input."""
         return bool(self._operators) or self._copy is not None
 
     async def prepare(self, models: Mapping[str, ChatModel]) -> None:
-        """Raises RunFailed, with the traceback, when an operator cannot get ready or the copy's
-        file cannot be written.
+        """Prepare the operators and open the copy.
+
+        Raises RunFailed, with the traceback, if an operator fails to prepare or the copy cannot be
+        written.
         """
         if self._copy is not None:
             await self._copy.open()
-        for one in self._operators:
-            await one.life("prepare", models)
-            self._prepared.append(one)
+        for running in self._operators:
+            await running.life("prepare", models)
+            self._prepared.append(running)
 
     async def close(self) -> None:
-        """Closes what was prepared, last first.  Raises the first RunFailed, after all had their
-        turn; the others are logged.
+        """Close the prepared operators, last first.
+
+        Raises the first RunFailed after all were closed; logs the others.
         """
         errors: list[RunFailed] = []
         while self._prepared:
@@ -371,11 +377,11 @@ class ExperiencePipeline:
     async def process(
         self, task: Task, rows: Sequence[Experience], needed: int | None = None
     ) -> Processed:
-        """The group's rows after all operators.  `needed`: how many of its runs must be trainable;
-        None: as `judge` has it.
+        """Return the group's rows after all operators.
 
-        Raises OperatorFailed when one raises or is too slow; RunFailed when one returns what it
-        must not; RftError from an engine.
+        `needed`: how many of its runs must be trainable; None: as `judge` decides. Raises
+        OperatorFailed if an operator raises or is too slow; RunFailed if an operator returns an
+        invalid result; RftError from an engine.
         """
         began = time.monotonic()
         if self._copy is not None:
@@ -405,23 +411,23 @@ class ExperiencePipeline:
         return done
 
     async def _run(self, stage: Stage, group: _Group) -> None:
-        for one in self._operators:
-            if one.operator.stage == stage and group.alive:
-                await one.run(group)
+        for running in self._operators:
+            if running.operator.stage == stage and group.alive:
+                await running.run(group)
 
 
 def trainable_runs(rows: Sequence[Experience]) -> set[int]:
-    """The runs with a row that can be trained."""
+    """Return the runs with a trainable row."""
     return {r.id.run for r in rows if r.trainable}
 
 
 class _Group:
-    """The rows of one group while operators work on them."""
+    """The rows of one group during the pipeline."""
 
     def __init__(self, task: Task, rows: Sequence[Experience]) -> None:
-        self.task = task.own()
+        self.task = task.deep_copy()
         self.rows = list(rows)
-        self.dropped = 0  # rows that operators left out
+        self.dropped = 0  # rows that operators dropped
         self.metrics: list[Metric] = []
         self._freeze()
 
@@ -435,17 +441,17 @@ class _Group:
 
     @property
     def alive(self) -> list[Experience]:
-        """What the next operator gets."""
+        """Return the input of the next operator."""
         return [r for r in self.rows if r.status != "failed" and not r.reason]
 
     def take(self, name: str, before: Sequence[Experience], result: Result) -> None:
-        """Puts what came back in its place; what did not, or has no token left to train, gets the
-        operator's name as reason.
+        """Replace the rows by an operator's result; rows that are missing in it, or lost all
+        trained tokens, get the operator's name as reason.
         """
-        given = {r.id for r in before}
+        input_ids = {r.id for r in before}
         back = {r.id: r for r in result.rows}
         for i, row in enumerate(self.rows):
-            if row.id not in given:
+            if row.id not in input_ids:
                 continue
             now = back.get(row.id)
             if now is None or (row.loss_mask.any() and not now.loss_mask.any()):
@@ -457,7 +463,7 @@ class _Group:
 
 
 class _Running:
-    """One operator with its name, its place and its turns."""
+    """An operator with its name, index and lock."""
 
     def __init__(self, name: str, index: int, operator: Operator, deadline_s: float) -> None:
         self.name = name
@@ -465,7 +471,7 @@ class _Running:
         self.operator = operator
         self._deadline_s = deadline_s
         self._blocking = not inspect.iscoroutinefunction(operator.process)
-        self._turn = asyncio.Lock()  # an ordinary function sees one group after the other
+        self._turn = asyncio.Lock()  # an ordinary function processes one group at a time
 
     async def run(self, group: _Group) -> None:
         before = group.alive
@@ -485,11 +491,11 @@ class _Running:
         )
 
     def _check_shared(self, rows: Sequence[Experience]) -> None:
-        """Raises OperatorFailed where rows of a run that share its reward were told apart."""
+        """Raise OperatorFailed if rows of a run with a shared reward got different rewards."""
         for run, rewards in parted_runs(scored_members(rows)).items():
-            given = ", ".join(f"{r:g}" for r in rewards)
+            listed = ", ".join(f"{r:g}" for r in rewards)
             raise OperatorFailed(
-                f"operator {self.name} gave the rows of run {run} the rewards {given}, but they "
+                f"operator {self.name} gave the rows of run {run} the rewards {listed}, but they "
                 f"share the reward of the run.  Change it by "
                 "what is the same for all of them, or let the workflow reward its calls "
                 "(score_step)"

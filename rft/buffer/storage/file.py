@@ -1,9 +1,8 @@
-"""Payload as files: one immutable segment for each block, in folders of at most 1000.
+"""Payload as files: one immutable segment per block, in folders of at most 1000.
 
-A segment is written under another name, synced when the durability asks for it, and renamed: a name
-is there with all its bytes, or not at all.  It needs neither the ledger nor this program to be
-read. The one invariant: a segment never changes after its rename, and its number is never used
-again.
+A segment is written under another name, synced if the durability requires it, and renamed: a file
+with the final name is always complete.  Reading a segment needs neither the ledger nor this
+program. Invariant: a segment never changes after its rename, and its number is never reused.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from rft.buffer.base import REMEDY, storage
-from rft.buffer.settings import BufferSettings
+from rft.buffer.storage.base import REMEDY, StorageSettings, storage
 from rft.buffer.storage.segment import SegmentFolder, read, write
 from rft.errors import PayloadDamaged
 from rft.fault_injection import fault
@@ -29,9 +27,9 @@ _PER_FOLDER = 1000
 
 @storage("file")
 class FileStorage(SegmentFolder):
-    """A locator is "folder/number" of a segment; every process begins a new folder."""
+    """Stores segments; a locator is "folder/number", and every process begins a new folder."""
 
-    def __init__(self, settings: BufferSettings) -> None:
+    def __init__(self, settings: StorageSettings) -> None:
         super().__init__(settings)
         self._part = 0
         self._count = 0
@@ -41,9 +39,9 @@ class FileStorage(SegmentFolder):
         self._part = max(
             (int(p.name) for p in self._folder.iterdir() if p.name.isdecimal()), default=0
         )
-        # of a process that was killed
-        for left in (self._folder / f"{self._part:06d}").glob(f"*{_ASIDE}"):
-            left.unlink()
+        # left by a killed process
+        for partial in (self._folder / f"{self._part:06d}").glob(f"*{_ASIDE}"):
+            partial.unlink()
         self._next_part()
 
     def put(self, blocks: Sequence[bytes], connection: Connection) -> list[str]:

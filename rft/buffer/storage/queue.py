@@ -1,9 +1,9 @@
-"""Payload in memory, with write-ahead segments behind it (or, with path "none", without).
+"""Payload in memory, backed by write-ahead segments (or, with path "none", in memory only).
 
-A segment is a file of records (see `segment`), begun by one process and appended to by no other.
-The ledger refers to a record only after it was written, so a torn tail is never read.  Memory is a
-cache of bounded size over the segments; without segments it is the only copy.  The one invariant:
-the newest segment is never deleted, so its number, and no locator, is used again.
+A segment is a file of records (see `segment`); only the process that began it appends.  The ledger
+refers to a record only after it was written, so a torn tail is never read.  Memory is a bounded
+cache over the segments; without segments it is the only copy.  Invariant: the newest segment is
+never deleted, so no segment number or locator is reused.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-from sqlalchemy import Connection, exists, select
+from sqlalchemy import Connection, text
 
-from rft.buffer.base import REMEDY, storage
-from rft.buffer.schema import groups
-from rft.buffer.settings import BufferSettings
+from rft.buffer.storage.base import REMEDY, StorageSettings, storage
 from rft.buffer.storage.segment import SegmentFolder, read, write
 from rft.errors import PayloadDamaged
 from rft.files.disk import sync_path
@@ -27,13 +25,14 @@ MAGIC = b"RFTQ"
 SUFFIX = ".seg"
 SEGMENT_BYTES = 64 << 20
 CACHE_BYTES = 256 << 20
+_REFERRED = text("SELECT 1 FROM groups WHERE locator LIKE :locator LIMIT 1")
 
 
 @storage("queue")
 class QueueStorage(SegmentFolder):
-    """A locator is "segment:offset" of a record, or "m:number" of a block that is in memory only."""
+    """Stores records; a locator is "segment:offset", or "m:number" of a block in memory only."""
 
-    def __init__(self, settings: BufferSettings) -> None:
+    def __init__(self, settings: StorageSettings) -> None:
         self.durable = settings.storage_path != MEMORY_ONLY
         super().__init__(settings)
         self._memory: OrderedDict[str, bytes] = OrderedDict()
@@ -42,7 +41,7 @@ class QueueStorage(SegmentFolder):
         self._segment = 0
         self._offset = 0
         self._count = 0
-        # a block of another process must not be taken for this one's
+        # part of locators, to distinguish blocks of other processes
         self._process = os.urandom(8).hex()
 
     def open(self) -> None:
@@ -84,14 +83,12 @@ class QueueStorage(SegmentFolder):
         return [self._memory[x] if x in self._memory else self._read(x) for x in locators]
 
     def drop(self, locators: Sequence[str], connection: Connection) -> None:
-        """Frees memory at once, and a segment when no group refers to it any more."""
+        """Free memory at once, and a segment once no group refers to it."""
         for x in locators:
             self.resident_bytes -= len(self._memory.pop(x, b""))
         if self.durable:
             for segment in sorted({int(x.partition(":")[0]) for x in locators} - {self._segment}):
-                if not connection.scalar(
-                    select(exists().where(groups.c.locator.like(f"{segment}:%")))
-                ):
+                if connection.scalar(_REFERRED, {"locator": f"{segment}:%"}) is None:
                     self._path(segment).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -118,8 +115,8 @@ class QueueStorage(SegmentFolder):
             self._file = None
 
     def _next_segment(self) -> None:
-        """Every process begins its own segment: what an earlier one may have torn is never appended
-        to.
+        """Begin a new segment.  Every process does so, because an earlier process may have torn its
+        last record.
         """
         self._end_segment()
         self._segment += 1

@@ -2,143 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
-from rft.algorithm.args import AggMode, Rejection
-from rft.algorithm.settings import AlgorithmSettings
-from rft.config.schema import units
-from rft.config.schema.base import Args, IgnoreCase, Section, Told, key, renamed, safe_key, section
-from rft.trainer.settings import OptimSettings
-
-Schedule = Annotated[Literal["constant", "linear", "cosine", "wsd"], IgnoreCase]
-
-
-class ScheduleConfig(Section):
-    """AdamW and its learning-rate schedule."""
-
-    lr_warmup_steps: int = key(
-        OptimSettings.lr_warmup_steps,
-        "Steps of linear warm-up; negative: use lr_warmup_steps_ratio.",
-        unit="train steps",
-    )
-    lr_warmup_steps_ratio: float = key(
-        OptimSettings.lr_warmup_steps_ratio, "Warm-up as a share of all train steps.", ge=0, le=1
-    )
-    lr_warmup_from_zero: bool = key(
-        OptimSettings.lr_warmup_from_zero,
-        "False: step t of W warm-up steps (t from 0) has the rate lr (t + 1) / W.  True: lr t / W, "
-        "veRL's form, which begins at 0.",
-    )
-    min_lr_ratio: float = key(
-        OptimSettings.min_lr_ratio,
-        "Floor of the linear, cosine and wsd schedules as a share of lr.",
-        ge=0,
-        le=1,
-    )
-    num_cycles: units.Periods = key(
-        OptimSettings.num_cycles,
-        "Periods of the cosine from the warm-up to the end; 0.5: from lr down to the floor.",
-    )
-    lr_scheduler_type: Schedule = key(
-        OptimSettings.lr_scheduler_type,
-        "Schedule after the warm-up; linear: down to the floor at the end; wsd: nine tenths at lr, "
-        "then a cosine down to the floor.",
-    )
-    warmup_style: Schedule | None = key(None, "Older name of lr_scheduler_type.")
-    optimizer_type: Annotated[
-        Literal["adamw", "nadam", "radam", "adagrad", "sgd"], renamed(adam="adamw")
-    ] = key(
-        OptimSettings.optimizer_type,
-        "Optimizer of torch; adam means AdamW.  Weight decay is decoupled, except for adagrad and "
-        "sgd.",
-    )
-    betas: tuple[float, float] = key(
-        OptimSettings.betas,
-        "Decay rates of the two moments of adamw, nadam and radam, each in [0, 1).",
-    )
-    eps: float = key(OptimSettings.eps, "Added to the denominator; sgd has none.", gt=0)
-    momentum: float = key(OptimSettings.momentum, "Of sgd.", ge=0, lt=1)
-    weight_decay: float = key(OptimSettings.weight_decay, "Weight decay.", ge=0)
-    decay_norms_and_biases: bool = key(
-        OptimSettings.decay_norms_and_biases,
-        "False: parameters of one dimension have no weight decay.",
-    )
-
-    def rules(self, at: str, told: Told) -> None:
-        if not all(0 <= b < 1 for b in self.betas):
-            told.error(f"{at}.betas", "each must be in [0, 1)")
-        idle = {"sgd": ("betas", "eps"), "adagrad": ("betas", "momentum")}.get(
-            self.optimizer_type, ("momentum",)
-        )
-        self.idle(at, idle, f"optimizer_type is {self.optimizer_type}", told)
-        shape = self.warmup_style or self.lr_scheduler_type
-        # 0: no floor, which holds there, too
-        floor = ("min_lr_ratio",) if shape == "constant" and self.min_lr_ratio else ()
-        waves = ("num_cycles",) if shape in ("constant", "linear") else ()
-        self.idle(at, floor + waves, f"lr_scheduler_type is {shape}", told)
-        if self.lr_warmup_steps == 0 or (
-            self.lr_warmup_steps < 0 and not self.lr_warmup_steps_ratio
-        ):
-            self.idle(at, ("lr_warmup_from_zero",), "there is no warm-up", told)
-        if self.lr_warmup_steps >= 0 and self.lr_warmup_steps_ratio > 0:
-            told.warn(
-                f"{at}: lr_warmup_steps is written and wins; lr_warmup_steps_ratio has no effect"
-            )
-        if self.warmup_style is not None:
-            told.warn(f"{at}.warmup_style is the older name of lr_scheduler_type")
-            if self.lr_scheduler_type not in ("constant", self.warmup_style):
-                text = (
-                    f"is {self.warmup_style}, but lr_scheduler_type is "
-                    f"{self.lr_scheduler_type}; remove warmup_style, the older name"
-                )
-                told.error(f"{at}.warmup_style", text)
-
-
-class OptimizerConfig(ScheduleConfig):
-    """AdamW and its learning-rate schedule."""
-
-    lr: float = safe_key(OptimSettings.lr, "Peak learning rate.", gt=0)
-    clip_grad: units.GradientNorm | None = key(
-        None, "Same as trainer.grad_clip; different values are an error."
-    )
-
-
-class RolloutCorrectionConfig(Section):
-    """Weights and rejection for tokens sampled by an older or less exact policy."""
-
-    rollout_is: Annotated[Literal["none", "token", "sequence"], IgnoreCase] | None = key(
-        None, "Importance weights of tokens or of whole sequences.  Null or none: no weights."
-    )
-    rollout_is_threshold: float = key(2.0, "Largest weight; larger ones are cut to it.", gt=0)
-    rollout_is_batch_normalize: bool = key(False, "Divide weights by their mean.")
-    rollout_rs: Annotated[Rejection, IgnoreCase] | None = key(
-        None, "Statistic by which tokens or sequences are rejected.  Null or none: nothing is."
-    )
-    rollout_rs_threshold: float | str | None = key(
-        None,
-        "Largest value that is kept; for k1 the largest ratio of the engine's probability to the "
-        'trainer\'s, or "lower_upper"; the lower '
-        "bound is else 1 / the upper one.  Required with rollout_rs.",
-    )
-    bypass_mode: bool = key(
-        False,
-        "Take the engines' log-probs as the old ones (two policies); the clipped ratio is then not "
-        "weighted again.",
-    )
-    loss_type: Annotated[Literal["ppo_clip", "reinforce"], IgnoreCase] = key(
-        "ppo_clip",
-        "Loss with bypass_mode; reinforce: -advantage x log-prob x weight, without a clipped "
-        "ratio.",
-    )
-
-    def rules(self, at: str, told: Told) -> None:
-        if self.rollout_is in (None, "none"):
-            self.idle(
-                at,
-                ("rollout_is_threshold", "rollout_is_batch_normalize"),
-                "no rollout_is is written",
-                told,
-            )
+from rft.algorithm.args import AggMode
+from rft.algorithm.settings import AlgorithmSettings, CorrectionConfig
+from rft.schema import units
+from rft.schema.base import Args, IgnoreCase, Section, key, section
+from rft.trainer.settings import OptimizerConfig
 
 
 class AlgorithmConfig(Section):
@@ -212,7 +82,7 @@ class AlgorithmConfig(Section):
         "against the window's first weights.  Costs a copy of the weights in host memory with "
         "sync_interval above 1.",
     )
-    rollout_correction: RolloutCorrectionConfig | None = key(
+    rollout_correction: CorrectionConfig | None = key(
         None,
         "Correction for rows that another policy has written.  With bypass_mode: false old "
         "log-probs are the trainer's own, computed "

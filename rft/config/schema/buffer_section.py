@@ -6,16 +6,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices
-
 from rft.buffer.settings import STORAGES, BufferSettings, ReplaySettings
-from rft.config.schema import units
-from rft.config.schema.base import (
+from rft.schema import units
+from rft.schema.base import (
     Args,
+    Diagnostics,
     IgnoreCase,
     Name,
     Section,
-    Told,
     key,
     safe_key,
     section,
@@ -37,12 +35,6 @@ class FormatConfig(Section):
     reward_model.ground_truth.
     """
 
-    preset: Annotated[Literal["verl"], IgnoreCase] | None = key(
-        None,
-        "verl: the other keys take the values of veRL's data where they are not written: the chat "
-        "in `prompt`, the gold answer in "
-        "`reward_model.ground_truth`, the reward chosen by `data_source` unless one is named.",
-    )
     prompt_type: Annotated[Literal["plaintext", "messages"], IgnoreCase] = key(
         FormatSettings.prompt_type,
         "plaintext: prompt_key holds the question; messages: messages_key holds a chat.",
@@ -57,12 +49,6 @@ class FormatConfig(Section):
     tools_key: str = key(FormatSettings.tools_key, "Column of the tools, a list or JSON text.")
     system_prompt_key: str | None = key(None, "Column of the system prompt.")
     system_prompt: str | None = key(None, "System prompt of all rows.")
-    workflow_key: str = key("", "Column that names the row's workflow; empty: none.")
-    reward_fn_key: str = key(
-        "",
-        "Column that names the row's reward, or veRL's data source, which has a shipped reward; "
-        "empty: none.",
-    )
     chat_template: str | None = key(
         None, "Chat template (Jinja text) of this taskset.  Null: the model's."
     )
@@ -75,10 +61,57 @@ class FormatConfig(Section):
         None,
         "Value of `enable_thinking` for chat templates that know it.  Null: model.enable_thinking.",
     )
-    reply_prefix: str | None = key(None, "Beginning of every answer.")
+
+
+class TaskFormatConfig(FormatConfig):
+    """What the columns of a task mean."""
+
+    preset: Annotated[Literal["verl"], IgnoreCase] | None = key(
+        None,
+        "verl: the other keys take the values of veRL's data where they are not written: the chat "
+        "in `prompt`, the gold answer in "
+        "`reward_model.ground_truth`, the reward chosen by `data_source` unless one is named.",
+    )
+    workflow_key: str = key("", "Column that names the row's workflow; empty: none.")
+    reward_fn_key: str = key(
+        "",
+        "Column that names the row's reward, or veRL's data source, which has a shipped reward; "
+        "empty: none.",
+    )
+
+    def rules(self, at: str, diagnostics: Diagnostics) -> None:
+        if self.preset is None:
+            _refuse_other_column(self, at, diagnostics)
+
+
+def _refuse_other_column(section: FormatConfig, at: str, diagnostics: Diagnostics) -> None:
+    """Refuse the column that the other prompt_type reads."""
+    unread, other = (
+        ("messages_key", "messages")
+        if section.prompt_type == "plaintext"
+        else ("prompt_key", "plaintext")
+    )
+    section.refuse_options(at, (unread,), f"prompt_type {other}", "prompt_type", diagnostics)
+
+
+class DataFormatConfig(FormatConfig):
+    """What the columns of a row to train on mean: chats (sft), texts (cpt), pairs of answers (dpo),
+    answers with labels (kto).
+    """
+
+    prompt_type: Annotated[Literal["plaintext", "messages"], IgnoreCase] = key(
+        FormatSettings.prompt_type,
+        "plaintext: prompt_key holds a question and response_key its answer; cpt: prompt_key holds "
+        "the text.  messages: messages_key "
+        "holds a chat that ends with the answer; dpo: the chat before the two answers.",
+    )
     chosen_key: str = key(
         OfflineDataSettings.chosen_key,
         "dpo: column of the better answer, a text or a chat that ends with it.",
+    )
+    label_key: str = key(
+        OfflineDataSettings.label_key,
+        "kto: column that says whether the answer is good, true or false.",
     )
     rejected_key: str = key(
         OfflineDataSettings.rejected_key,
@@ -90,21 +123,8 @@ class FormatConfig(Section):
         "context.",
     )
 
-    def rules(self, at: str, told: Told) -> None:
-        if self.preset is None:
-            idle = "messages_key" if self.prompt_type == "plaintext" else "prompt_key"
-            self.idle(at, (idle,), f"prompt_type is {self.prompt_type}", told)
-
-
-class DataFormatConfig(FormatConfig):
-    """What the columns of a row to train on mean: chats (sft), texts (cpt), pairs of answers (dpo)."""
-
-    prompt_type: Annotated[Literal["plaintext", "messages"], IgnoreCase] = key(
-        FormatSettings.prompt_type,
-        "plaintext: prompt_key holds a question and response_key its answer; cpt: prompt_key holds "
-        "the text.  messages: messages_key "
-        "holds a chat that ends with the answer; dpo: the chat before the two answers.",
-    )
+    def rules(self, at: str, diagnostics: Diagnostics) -> None:
+        _refuse_other_column(self, at, diagnostics)
 
 
 class RolloutArgs(Section):
@@ -128,10 +148,6 @@ class RolloutArgs(Section):
     min_tokens: units.TokensOr0 | None = key(None, "No end before this many tokens.")
     stop: tuple[str, ...] = key((), "Texts that end a response.")
     seed: int | None = key(None, "Seed of every request.  Null: derived from the run's place.")
-    n: units.Runs | None = key(None, "Runs of each task; same as the taskset's repeat_times.")
-    logprobs: units.TokensOr0 = key(
-        0, "How many likely tokens besides the generated one have their log-prob kept."
-    )
 
 
 class DataSelectorConfig(Section):
@@ -173,20 +189,14 @@ class TasksetConfig(Section):
         "file: what `path` names; reasoning_gym: the generator of that name; python: a function "
         "pkg.module:func or file.py:func; "
         "sql: a table or query, see args; or your own task source: its name, pkg.module:Name or "
-        "path/file.py:Name.",
+        "path/file.py:Name, a class with __len__ and __getitem__(i), which gives row i as a "
+        "mapping.",
     )
-    reader_path: str | None = key(
-        None,
-        "File or module with your own class that reads `path`: __len__ and __getitem__(i), which "
-        "gives row i as a mapping.",
-    )
-    reader_name: str | None = key(None, "Name of that class.")
     subset_name: str | None = key(None, "Subset (configuration) of a hub dataset.")
     split: str = key(TasksetSettings.split, "Split of the dataset.")
     max_rows: units.DataRows | None = key(
         None,
-        "Use only the first rows (max_samples is another name); needed for generators.",
-        validation_alias=AliasChoices("max_rows", "max_samples"),
+        "Use only the first rows; needed for generators.",
     )
     filter_overlong_prompts: bool = key(
         False,
@@ -204,7 +214,7 @@ class TasksetConfig(Section):
         "storage_type sql: table (else the taskset's "
         "name) or query, and order_by.",
     )
-    format: FormatConfig = section(FormatConfig, "Meaning of the columns.")
+    format: TaskFormatConfig = section(TaskFormatConfig, "Meaning of the columns.")
     default_workflow_type: str | None = key(
         None, "Workflow of the rows.  Null: explorer_input.default_workflow_type."
     )
@@ -219,48 +229,34 @@ class TasksetConfig(Section):
     )
     data_selector: DataSelectorConfig = section(
         DataSelectorConfig,
-        "Order of the rows (task_selector is another name).",
-        validation_alias=AliasChoices("data_selector", "task_selector"),
+        "Order of the rows.",
     )
-    weight: float | None = key(
-        None, "Share of this taskset in the mixture.  Null: proportional to its length.", gt=0
-    )
-    max_retry_times: units.Tries = key(3, "Tries to read a row.")
-    max_retry_interval: units.Pause = key(1.0, "Pause between them.")
-    enable_progress_bar: bool = key(False, "Show how far reading is.")
 
-    def rules(self, at: str, told: Told) -> None:
-        if (self.reader_path is None) != (self.reader_name is None):
-            missing = "reader_name" if self.reader_name is None else "reader_path"
-            told.error(
-                f"{at}.{missing}",
-                "reader_path (a file) and reader_name (a class in it) go together; write both",
-            )
-        if (
-            self.storage_type.lower() == "file"
-            and self.reader_path is None
-            and self.path.lower().endswith(FILES)
-        ):
-            self.idle(
+    def rules(self, at: str, diagnostics: Diagnostics) -> None:
+        if self.storage_type.lower() == "file" and self.path.lower().endswith(FILES):
+            self.warn_unused(
                 at,
                 ("split", "subset_name", "args"),
                 f"{self.path} is one file, whose rows are taken as they are",
-                told,
+                diagnostics,
             )
-        n = self.rollout_args.n
-        repeat = self.repeat_times
-        if n is not None and repeat is not None and n != repeat:
-            told.error(
-                f"{at}.rollout_args.n",
-                f"is {n}, but repeat_times is {repeat}; both mean runs per task, write one",
-            )
+
+
+class TrainTasksetConfig(TasksetConfig):
+    """One source of tasks to train on."""
+
+    weight: float | None = key(
+        None, "Share of this taskset in the mixture.  Null: proportional to its length.", gt=0
+    )
 
 
 class ExplorerInputConfig(Section):
     """Tasks to train on and tasks to evaluate on."""
 
-    taskset: TasksetConfig | None = key(None, "The one taskset to train on; or use tasksets.")
-    tasksets: tuple[TasksetConfig, ...] = key((), "Several tasksets to train on, mixed by weight.")
+    taskset: TrainTasksetConfig | None = key(None, "The one taskset to train on; or use tasksets.")
+    tasksets: tuple[TrainTasksetConfig, ...] = key(
+        (), "Several tasksets to train on, mixed by weight."
+    )
     eval_tasksets: tuple[TasksetConfig, ...] = safe_key((), "Held-out tasksets.")
     default_workflow_type: str | None = key(None, "Workflow of tasksets that name none.")
     default_eval_workflow_type: str | None = key(
@@ -296,13 +292,13 @@ class ReplayBufferConfig(Section):
         "limit; without reuse_cooldown_time 1.",
     )
 
-    def rules(self, at: str, told: Told) -> None:
+    def rules(self, at: str, diagnostics: Diagnostics) -> None:
         if not self.enable:
-            self.idle(
+            self.warn_unused(
                 at,
                 type(self).model_fields,
                 "enable is false: each experience is trained once, oldest first",
-                told,
+                diagnostics,
             )
 
 
@@ -353,7 +349,8 @@ class ExperienceBufferConfig(Section):
     )
     max_retry_times: units.Tries = safe_key(
         BufferSettings.max_retry_times,
-        "How often a lost or locked database is retried, after one immediate retry.  0: never.",
+        "How often a locked database is retried, after one immediate retry.  A PostgreSQL server "
+        "that goes away during a run is waited for, ten minutes at most.  0: never.",
     )
     max_retry_interval: units.Pause = safe_key(
         BufferSettings.max_retry_interval_s,
@@ -377,15 +374,14 @@ class ExperienceBufferConfig(Section):
         "Mode train: leave out rows of more than model.max_model_len tokens and report how many.  "
         "False: they are an error.",
     )
-    enable_progress_bar: bool = safe_key(False, "Show how far reading is.")
 
-    def rules(self, at: str, told: Told) -> None:
+    def rules(self, at: str, diagnostics: Diagnostics) -> None:
         if (self.path or "").lower().endswith(FILES):
-            self.idle(
+            self.warn_unused(
                 at,
                 ("split", "subset_name"),
                 f"{self.path} is one file, whose rows are taken as they are",
-                told,
+                diagnostics,
             )
 
 
@@ -421,7 +417,7 @@ class BufferConfig(Section):
     )
     train_batch_size: int | None = key(
         None,
-        "Experiences per train step.  Null or 0: all of batch_size accepted groups.",
+        "Experiences per train step.  Null or 0: every row of batch_size groups.",
         unit="experiences",
         ge=0,
     )
@@ -478,8 +474,6 @@ class ExperiencePipelineConfig(Section):
         "File (.jsonl) or folder for that copy.  Null: buffer/explorer_output.jsonl in the run "
         "folder.",
     )
-    inputs: dict[str, str] = key({}, "Further experiences that join the stream: name and path.")
-    output: str | None = key(None, "Where the results go.  Null: the experience buffer.")
 
 
 class PriorityWeightsConfig(Section):
@@ -489,6 +483,12 @@ class PriorityWeightsConfig(Section):
     diversity: float = key(0.8, "Weight of how much it differs from the others.")
     usage_frequency: float = key(-0.5, "Weight of how often it was used.")
     quality: float = key(1.0, "Weight of its quality.")
+
+
+class PipelineOutputConfig(Section):
+    """The file that takes the result of the task pipeline."""
+
+    path: str = key(..., "File (.jsonl), which must not exist.")
 
 
 class TaskPipelineConfig(Section):
@@ -509,10 +509,8 @@ class TaskPipelineConfig(Section):
     inputs: tuple[str, ...] = key(
         (), "Files with the rows (jsonl, json, csv, parquet), one after the other."
     )
-    output: TasksetConfig | None = key(
-        None,
-        "Taskset whose path (jsonl) takes the result; it must not exist.  Null: the first training "
-        "taskset.  Only path has an effect here.",
+    output: PipelineOutputConfig | None = key(
+        None, "File that takes the result.  Null: that of the first training taskset."
     )
     target_fields: tuple[str, ...] = key((), "Columns that the operators see.  Empty: all.")
     order: Annotated[Literal["keep", "shuffle", "sort"], IgnoreCase] | None = key(

@@ -8,13 +8,11 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
-from rft.config.schema import units
-from rft.config.schema.base import Args, IgnoreCase, Name, Section, Told, key, safe_key, section
-from rft.config.schema.model_section import ExternalModelConfig
-from rft.config.schema.serve_section import ServeConfig
-from rft.engine.settings import ENGINE_TYPES, EngineSettings
-from rft.explorer.service_settings import ServeSettings
+from rft.engine.settings import ENGINE_TYPES, EngineSettings, ExternalModelConfig
+from rft.explorer.service_settings import ServeConfig, ServeRuntime
 from rft.explorer.settings import ExplorerSettings
+from rft.schema import units
+from rft.schema.base import Args, Diagnostics, IgnoreCase, Name, Section, key, safe_key, section
 
 Device = Annotated[Literal["auto", "cuda", "cpu"], IgnoreCase]
 _OTHER_ENGINES = {"vllm_async": "vllm", "hf": "transformers", "openai": "external"}
@@ -24,10 +22,10 @@ def _engine(value: str) -> str:
     """A built-in name in its usual spelling; or the name of a plugin, which is looked up once
     plugins are loaded.
     """
-    known = _OTHER_ENGINES.get(value.strip().lower(), value.strip().lower())
-    if ":" in value or known in ENGINE_TYPES:
-        return value if ":" in value else known
-    if difflib.get_close_matches(known, ENGINE_TYPES, n=1, cutoff=0.85):
+    name = _OTHER_ENGINES.get(value.strip().lower(), value.strip().lower())
+    if ":" in value or name in ENGINE_TYPES:
+        return value if ":" in value else name
+    if difflib.get_close_matches(name, ENGINE_TYPES, n=1, cutoff=0.85):
         raise PydanticCustomError(
             "literal_error", "no engine", {"expected": " or ".join(map(repr, ENGINE_TYPES))}
         )
@@ -40,9 +38,7 @@ EngineType = Annotated[
 
 
 class ServedModelConfig(Section):
-    """One or several engines that serve one model.  Null values are chosen for the device or taken
-    from `model`.
-    """
+    """One or several engines that serve one model.  Null values are chosen for the device."""
 
     name: Name | None = safe_key(
         None, "Beginning of the engines' names in logs and metrics.  Null: engine."
@@ -107,50 +103,15 @@ class ServedModelConfig(Section):
     cpu_threads: units.Threads | None = safe_key(
         None, "Threads of an engine on CPU.  Null: the machine's cores."
     )
-    max_model_len: int | None = key(
-        None, "Prompt and response together.  Null: model.max_model_len.", unit="tokens", ge=2
-    )
-    max_prompt_tokens: units.Tokens | None = key(
-        None, "Longest prompt.  Null: model.max_prompt_tokens."
-    )
-    max_response_tokens: units.Tokens | None = key(
-        None, "Longest response.  Null: model.max_response_tokens."
-    )
-    min_response_tokens: units.TokensOr0 | None = key(
-        None, "No end before this many tokens.  Null: model.min_response_tokens."
-    )
-    enable_prompt_truncation: bool | None = key(
-        None, "What happens to a prompt that is too long.  Null: model.enable_prompt_truncation."
-    )
-    repetition_penalty: float | None = key(
-        None, "Penalty on tokens already seen; 1 = off.  Null: model.repetition_penalty.", gt=0
-    )
-    ignore_eos: bool = key(
-        False, "Keep generating after the end token, up to max_tokens; for measuring speed."
-    )
-    chat_template: str | None = key(
-        None, "Chat template (Jinja text).  Null: model.custom_chat_template."
-    )
-    enable_thinking: bool | None = key(
-        None,
-        "Value of `enable_thinking` for chat templates that know it.  Null: model.enable_thinking.",
-    )
-    trust_remote_code: bool | None = safe_key(
-        None, "Run Python code that comes with the model.  Null: model.trust_remote_code."
-    )
     tool_call_parser: str | None = safe_key(
         None,
-        "vLLM's parser that finds tool calls in an answer (hermes, llama3_json, ...); read with "
-        "enable_auto_tool_choice.  Needs vLLM "
-        "installed, also with other engines.",
+        "vLLM's parser that takes tool calls out of an answer's text (hermes, llama3_json, ...).  "
+        "Null: they stay in it.  Needs vLLM installed, also with other engines.",
     )
     reasoning_parser: str | None = safe_key(
         None,
         "vLLM's parser that separates reasoning from the answer (qwen3, deepseek_r1, ...).  Needs "
         "vLLM installed, also with other engines.",
-    )
-    enable_auto_tool_choice: bool = safe_key(
-        False, "Take tool calls out of the answer's text; needs tool_call_parser."
     )
     enable_openai_api: bool = safe_key(
         False,
@@ -165,25 +126,10 @@ class ServedModelConfig(Section):
         None,
         "Key that clients must send.  Null: a random one, in openai_api.json of the run folder.",
     )
-    enable_history: bool = safe_key(True, "Keep every model call of a run.")
     enable_log_requests: bool = safe_key(False, "vllm: log every request.")
     disable_log_stats: bool = safe_key(
         True,
         "vllm: no statistics.  False: throughput and cache use are logged at every weight sync.",
-    )
-    use_v1: bool = safe_key(True, "vllm: its newer engine.")
-    fully_sharded_loras: bool = safe_key(
-        EngineSettings.fully_sharded_loras,
-        "vllm, with model.lora_configs: its own LoRA layers, with both matrices sharded over the "
-        "engine's GPUs; false shards one of them.",
-    )
-    max_cpu_loras: units.Adapters | None = safe_key(
-        None,
-        "vllm, where its own LoRA layers are used: how many adapters fit in host memory.  A run "
-        "has one.",
-    )
-    external_model_config: ExternalModelConfig | None = safe_key(
-        None, "What engine_type external asks; auxiliary models only."
     )
     start_timeout: units.Seconds = safe_key(
         EngineSettings.start_timeout_s, "How long an engine may take to start."
@@ -204,16 +150,33 @@ class ServedModelConfig(Section):
     )
     extra_engine_args: Args = safe_key({}, "Further arguments, passed to the engine unchanged.")
 
-    def rules(self, at: str, told: Told) -> None:
+    def rules(self, at: str, diagnostics: Diagnostics) -> None:
         if not self.enable_openai_api:
-            self.idle(at, ("base_port", "api_key"), "enable_openai_api is false", told)
+            self.warn_unused(
+                at, ("base_port", "api_key"), "enable_openai_api is false", diagnostics
+            )
 
 
 class InferenceModelConfig(ServedModelConfig):
-    """The engines of the policy.  Null values are chosen for the device or taken from `model`."""
+    """The engines of the policy.  Null values are chosen for the device.  Lengths, sampling and
+    chat template stand in `model`.
+    """
 
     implied = ("gpu_memory_utilization",)
 
+    ignore_eos: bool = key(
+        False, "Keep generating after the end token, up to max_tokens; for measuring speed."
+    )
+    fully_sharded_loras: bool = safe_key(
+        EngineSettings.fully_sharded_loras,
+        "vllm, with model.lora_configs: its own LoRA layers, with both matrices sharded over the "
+        "engine's GPUs; false shards one of them.",
+    )
+    max_cpu_loras: units.Adapters | None = safe_key(
+        None,
+        "vllm, where its own LoRA layers are used: how many adapters fit in host memory.  A run "
+        "has one.",
+    )
     tokenization_check: Annotated[Literal["strict", "warn", "off"], IgnoreCase] = safe_key(
         EngineSettings.tokenization_check,
         "Compare the tokens of several turns with those of the whole chat tokenized at once: end "
@@ -253,6 +216,9 @@ class AuxiliaryModelConfig(ServedModelConfig):
         "generate: it answers; score: it is a classifier that returns raw numbers (logits) for a "
         "chat.",
     )
+    max_model_len: int | None = key(
+        None, "Prompt and response together.  Null: model.max_model_len.", unit="tokens", ge=2
+    )
     max_prompt_tokens: units.Tokens | None = key(
         None, "Longest prompt.  Null: as long as max_model_len allows."
     )
@@ -261,6 +227,12 @@ class AuxiliaryModelConfig(ServedModelConfig):
     )
     enable_thinking: bool | None = key(
         None, "Value of `enable_thinking` for chat templates that know it."
+    )
+    trust_remote_code: bool | None = safe_key(
+        None, "Run Python code that comes with the model.  Null: model.trust_remote_code."
+    )
+    external_model_config: ExternalModelConfig | None = safe_key(
+        None, "What engine_type external asks."
     )
     max_concurrent: units.Requests = safe_key(
         EngineSettings.max_concurrent, "Concurrent requests; further ones wait."
@@ -288,9 +260,11 @@ class OverRolloutConfig(Section):
         "with repeat_times 1).",
     )
 
-    def rules(self, at: str, told: Told) -> None:
+    def rules(self, at: str, diagnostics: Diagnostics) -> None:
         if not self.ratio:
-            self.idle(at, ("wait_after_min", "return_partial_tasks"), f"{at}.ratio is 0", told)
+            self.warn_unused(
+                at, ("wait_after_min", "return_partial_tasks"), f"{at}.ratio is 0", diagnostics
+            )
 
 
 class DynamicTimeoutConfig(Section):
@@ -305,9 +279,11 @@ class DynamicTimeoutConfig(Section):
         3.0, "Limit as a multiple of a run's mean time, up to max_timeout.", gt=0
     )
 
-    def rules(self, at: str, told: Told) -> None:
+    def rules(self, at: str, diagnostics: Diagnostics) -> None:
         if not self.enable:
-            self.idle(at, ("warmup_min_steps", "ratio"), f"{at}.enable is false", told)
+            self.warn_unused(
+                at, ("warmup_min_steps", "ratio"), f"{at}.enable is false", diagnostics
+            )
 
 
 class ExplorerConfig(Section):
@@ -379,36 +355,18 @@ class ExplorerConfig(Section):
         "Stop after this many groups in a row in which every run failed, or none got a reward.",
     )
     env_vars: dict[str, str] = safe_key({}, "Environment variables for the explorer's process.")
-    runner_per_model: int | None = safe_key(None, "Runners of each model.", ge=1)
-    runner_num: int | None = safe_key(None, "Runners in all.", unit="runners", ge=1)
-    runner_prepare_concurrency: int | None = safe_key(
-        None, "Runners that start at the same time.", ge=1
-    )
-    runner_prepare_max_retries: units.Retries | None = safe_key(
-        None, "How often a failed start of a runner is retried."
-    )
-    max_repeat_times_per_runner: int | None = safe_key(
-        None, "Runs of a task that one runner plays.", ge=1
-    )
-    concurrent_mode: Annotated[
-        Literal["sequential", "asynchronous", "multi-threading"], IgnoreCase
-    ] = safe_key(
-        "asynchronous",
-        "How the runs of a group are executed: always concurrently; blocking workflows get a "
-        "thread.",
-    )
     runner_state_report_interval: units.Pause = safe_key(
         ExplorerSettings.report_interval_s,
         "How often the explorer logs the state of every step in progress; 0 = never.",
     )
     proxy_port: int = safe_key(
-        ServeSettings.port,
+        ServeRuntime.port,
         "serve: port of the service; 0 = a free one, see serve.json.",
         ge=0,
         le=65535,
     )
     listen_address: str = safe_key(
-        ServeSettings.host,
+        ServeRuntime.host,
         "serve: address that the service listens on.  The default is reached from this machine "
         "alone; behind another one put a proxy that "
         "speaks TLS.",
@@ -416,16 +374,10 @@ class ExplorerConfig(Section):
     serve: ServeConfig = section(
         ServeConfig, "serve: who may ask, how much, and how long a session waits."
     )
-    service_status_check_interval: units.Seconds = safe_key(
-        60.0, "serve: how often to look for new weights."
-    )
     min_running_model_num: units.EnginesOr0 | None = safe_key(
         None,
         "serve: engines that keep answering while the others load new weights.  Null: all but one, "
         "so that weights roll one engine at a "
         "time.  0: all load at the same time, and requests wait.  A single engine always pauses "
         "its requests; none fails.",
-    )
-    db_url: str | None = safe_key(
-        None, "serve: database of the recorded calls.  Null: in the run folder."
     )

@@ -6,14 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rft.config.schema import units
-from rft.config.schema.base import IgnoreCase, Name, Section, Told, key, safe_key, section
-from rft.engine.settings import ExternalSettings
+from rft.engine.settings import ExternalPolicyConfig
+from rft.schema import units
+from rft.schema.base import Diagnostics, IgnoreCase, Name, Section, key, safe_key, section
 from rft.trainer.settings import LoraSettings
 
 
 class LoraConfig(Section):
-    """Low-rank adapters trained instead of the whole model (arXiv:2106.09685)."""
+    """Low-rank adapters trained instead of the whole model (arXiv:2106.09685), kept in float32 and
+    computed in trainer.param_dtype.
+    """
 
     implied = ("lora_rank", "lora_alpha", "target_modules")
 
@@ -34,9 +36,6 @@ class LoraConfig(Section):
     )
     lora_rank: int = key(32, "Rank of the two matrices.", ge=1)
     lora_alpha: float = key(32, "Scale: the product is multiplied by lora_alpha / lora_rank.", gt=0)
-    lora_dtype: Annotated[Literal["auto", "float32"], IgnoreCase] = safe_key(
-        "auto", "Adapters are kept in float32, and computed in trainer.param_dtype."
-    )
     target_modules: str | tuple[str, ...] = key(
         "all-linear",
         "Names of the layers that get an adapter, as [q_proj, v_proj]; all-linear: every linear "
@@ -52,71 +51,6 @@ class LoraConfig(Section):
         "model_path.  True: whole "
         "weights with the adapter added.  Null: alone, where the engines can.",
     )
-
-
-class ExternalModelConfig(Section):
-    """A model behind an external OpenAI-compatible server."""
-
-    enable: bool = safe_key(
-        False, "Ask that server instead of an engine of the run; the same as engine_type: external."
-    )
-    base_url: str | None = safe_key(
-        None, "The server's address, e.g. https://host/v1.  Null: what base_url_env says."
-    )
-    base_url_env: str = safe_key(
-        ExternalSettings.base_url_env, "Environment variable with the server's address."
-    )
-    api_key_env: str = safe_key(
-        ExternalSettings.api_key_env,
-        "Environment variable with the key; no key is sent where it is not set.",
-    )
-    model_name: str | None = safe_key(None, "Name of the model there.  Null: model_path.")
-    headers: dict[str, str] = safe_key({}, "Headers of every request.")
-    header_envs: dict[str, str] = safe_key(
-        {}, "Headers whose value is a secret: name of the environment variable with it."
-    )
-    requests_per_minute: float | None = safe_key(
-        None,
-        "Most requests started per minute.  Null: no limit but max_concurrent.",
-        unit="requests/min",
-        gt=0,
-    )
-    max_retries: units.Retries = safe_key(
-        ExternalSettings.max_retries,
-        "How often a request is repeated after 429, 5xx or a broken connection, with growing "
-        "pauses.",
-    )
-    extra_body: dict[str, Any] = safe_key(
-        {}, "Further entries of every request, e.g. a server's own sampling options."
-    )
-
-
-class ExternalPolicyConfig(ExternalModelConfig):
-    """A model behind somebody else's OpenAI-compatible server in the policy's place, in mode:
-    bench.
-    """
-
-    enable: bool = safe_key(
-        False, "mode: bench: evaluate that model, instead of model_path and of checkpoints."
-    )
-    max_concurrent: units.Requests = safe_key(
-        64, "Requests under way at the same time; others wait."
-    )
-    request_timeout: units.Seconds = safe_key(600.0, "How long one request may take.")
-    price_per_1k_prompt_tokens: units.Dollars = safe_key(
-        ExternalSettings.price_per_1k_prompt_tokens,
-        "What a thousand tokens of prompts cost; for bench/cost_usd.",
-    )
-    price_per_1k_completion_tokens: units.Dollars = safe_key(
-        ExternalSettings.price_per_1k_completion_tokens,
-        "What a thousand tokens of answers cost; for bench/cost_usd.",
-    )
-
-    def rules(self, at: str, told: Told) -> None:
-        if not self.enable:
-            self.idle(
-                at, (n for n in type(self).model_fields if n != "enable"), "enable is false", told
-            )
 
 
 class ModelConfig(Section):
@@ -149,10 +83,7 @@ class ModelConfig(Section):
         {}, "Entries that replace config.json's: trainer, engines, a critic of its family."
     )
     custom_chat_template: str | None = key(
-        None, "Chat template (Jinja text) instead of the model's own."
-    )
-    chat_template_path: str | None = key(
-        None, "File with a chat template instead of the model's own."
+        None, "Chat template (Jinja text, or a file) instead of the model's own."
     )
     enable_thinking: bool | None = key(
         None, "Value of `enable_thinking` for chat templates that know it."
@@ -164,9 +95,6 @@ class ModelConfig(Section):
     top_k: int = key(-1, "Sample from the k likeliest tokens; -1 = off.  Training needs -1.", ge=-1)
     repetition_penalty: float = key(
         1.0, "Penalty on tokens already seen; 1 = off.  Training needs 1.", gt=0
-    )
-    logprobs: units.TokensOr0 = safe_key(
-        0, "How many likely tokens besides the generated one have their log-prob kept."
     )
     max_model_len: int | None = key(
         None, "Prompt and response together.  Null: the sum of the two below.", unit="tokens", ge=2
@@ -209,33 +137,31 @@ class ModelConfig(Section):
         ExternalPolicyConfig, "mode: bench: a model behind a server."
     )
 
-    def rules(self, at: str, told: Told) -> None:
-        if self.custom_chat_template is not None and self.chat_template_path is not None:
-            told.error(
-                f"{at}.chat_template_path", "custom_chat_template is written too; write one of them"
-            )
+    def rules(self, at: str, diagnostics: Diagnostics) -> None:
         if not self.model_path and not self.external_model.enable:
             text = (
                 "is required: a folder with config.json, tokenizer and safetensors, or a hub id "
                 "in the local cache"
             )
-            told.error(f"{at}.model_path", text)
+            diagnostics.error(f"{at}.model_path", text)
         if self.enable_prompt_truncation:
-            self.idle(at, ("prompt_truncation_side",), "enable_prompt_truncation is true", told)
+            self.warn_unused(
+                at, ("prompt_truncation_side",), "enable_prompt_truncation is true", diagnostics
+            )
         if self.trust_remote_code:
-            told.warn(
+            diagnostics.warn(
                 f"{at}.trust_remote_code: Python code from the model's folder will run with your "
                 f"rights"
             )
         if self.external_lib is not None and not all(
             part.isidentifier() for part in self.external_lib.split(".")
         ):
-            told.error(
+            diagnostics.error(
                 f"{at}.external_lib",
                 "is not the name of a Python module, such as my_models.register",
             )
         elif self.external_lib is not None:
-            told.warn(
+            diagnostics.warn(
                 f"{at}.external_lib: the module {self.external_lib} will be imported and can run "
                 f"any code with your rights"
             )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from pydantic import BaseModel
 
 from rft.secrets import REDACTED, is_free_map, is_harmless, is_secret_name, redact
 
@@ -106,6 +107,8 @@ def plain(value: Any, loc: Loc = ()) -> Any:
         return {
             f.name: plain(getattr(value, f.name), (*loc, f.name)) for f in dataclasses.fields(value)
         }
+    if isinstance(value, BaseModel):
+        return {name: plain(item, (*loc, name)) for name, item in value}
     if isinstance(value, msgspec.Struct):
         return {n: plain(getattr(value, n), (*loc, n)) for n in value.__struct_fields__}
     if isinstance(value, dict):

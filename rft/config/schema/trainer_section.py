@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from rft.config.schema import units
-from rft.config.schema.algorithm_section import ScheduleConfig
-from rft.config.schema.base import IgnoreCase, Name, Section, Told, key, renamed, safe_key, section
 from rft.config.schema.explorer_section import Device
-from rft.trainer.settings import CriticSettings, LearnerSettings, ProfilerSettings, TrainerSettings
+from rft.schema import units
+from rft.schema.base import Diagnostics, IgnoreCase, Section, key, safe_key, section
+from rft.trainer.settings import (
+    CriticOptimizerConfig,
+    CriticSettings,
+    LearnerSettings,
+    ProfilerConfig,
+    TrainerSettings,
+)
 from rft.types.row_layout import AskedLayout
 
 Content = Annotated[Literal["model", "optimizer", "extra", "hf_model"], IgnoreCase]
-_TOGETHER = (
-    "FSDP2 keeps parameters, gradients and optimizer state there together: the same as "
-    "offload_policy."
+_OFFLOAD = (
+    "Parameters, gradients and optimizer state live on the host, parameters are fetched for each "
+    "layer, and the update runs there."
 )
-
-
-class CriticOptimizerConfig(ScheduleConfig):
-    """Optimizer of the critic; keys as in algorithm.optimizer."""
-
-    lr: float = safe_key(1e-5, "Peak learning rate.", gt=0)
 
 
 class CriticConfig(Section):
@@ -41,16 +40,13 @@ class CriticConfig(Section):
     use_dynamic_bsz: bool | None = safe_key(
         None, "Micro-batches by token budget instead of by rows."
     )
-    use_remove_padding: bool = safe_key(
-        True,
-        "Pack its batches without padding, like the policy's.  False: a row for each sequence, "
-        "padded to the longest.",
+    row_layout: Annotated[AskedLayout, IgnoreCase] | None = safe_key(
+        None, "How the rows of a micro-batch are laid out.  Null: trainer.row_layout."
     )
     enable_gradient_checkpointing: bool | None = safe_key(
         None, "Recompute activations in the backward pass."
     )
-    param_offload: bool = safe_key(False, f"Keep parameters on the host.  {_TOGETHER}")
-    optimizer_offload: bool = safe_key(False, f"Keep optimizer state on the host.  {_TOGETHER}")
+    offload_policy: bool = safe_key(CriticSettings.offload_policy, _OFFLOAD)
     grad_clip: units.GradientNorm | None = key(
         None, "Largest gradient norm.  Null: trainer.grad_clip."
     )
@@ -108,56 +104,28 @@ class CheckpointConfig(Section):
         TrainerSettings.best_mode, "Which values of best_metric are better."
     )
 
-    def rules(self, at: str, told: Told) -> None:
+    def rules(self, at: str, diagnostics: Diagnostics) -> None:
         loaded = self.load_contents
         weights = {"model", "hf_model"}
         if not weights & set(self.save_contents):
-            told.error(
+            diagnostics.error(
                 f"{at}.save_contents", "needs model or hf_model; nothing could be loaded again"
             )
         if loaded is not None and (
             missing := [name for name in loaded if name not in self.save_contents]
         ):
-            told.error(
+            diagnostics.error(
                 f"{at}.load_contents", f"has {', '.join(missing)}, which save_contents leaves out"
             )
         if loaded is not None and not weights & set(loaded):
-            told.error(
+            diagnostics.error(
                 f"{at}.load_contents", "needs model; training would start from other weights"
             )
-
-
-class ProfilerConfig(Section):
-    """Traces of single train steps."""
-
-    steps: tuple[units.TrainSteps, ...] | None = safe_key(
-        None, "Train steps that are traced.  Null: none."
-    )
-    discrete: bool = safe_key(
-        ProfilerSettings.discrete, "One trace for each phase of a step instead of one for the step."
-    )
-    all_ranks: bool = safe_key(False, "Trace every rank.")
-    ranks: tuple[int, ...] | None = safe_key(
-        None, "Ranks that are traced.  Null: rank 0.", unit="ranks"
-    )
-
-    def rules(self, at: str, told: Told) -> None:
-        if self.all_ranks:
-            self.idle(at, ("ranks",), "all_ranks is true", told)
-        if (self.all_ranks or self.ranks is not None or self.discrete) and not self.steps:
-            told.warn(f"{at}: no steps are named, so nothing is traced")
 
 
 class TrainerConfig(Section):
     """The training loop.  Null values are chosen for the device."""
 
-    name: Name = safe_key("trainer", "Name in logs.")
-    trainer_type: Annotated[Literal["fsdp2"], renamed(verl="fsdp2")] = key(
-        "fsdp2", "Which trainer; verl is accepted and means this one."
-    )
-    trainer_strategy: Annotated[Literal["fsdp2", "fsdp"], IgnoreCase] = key(
-        "fsdp2", "How the model is sharded over ranks; fsdp is taken as fsdp2, with a warning."
-    )
     total_steps: units.TrainSteps | None = safe_key(None, "Stop after this many train steps.")
     eval_interval: units.TrainStepsOr0 = safe_key(
         TrainerSettings.eval_interval,
@@ -178,9 +146,6 @@ class TrainerConfig(Section):
         TrainerSettings.save_hf_checkpoint,
         "Which checkpoints also hold a Hugging Face model folder.",
     )
-    save_strategy: Annotated[
-        Literal["unrestricted", "single_thread", "single_process", "single_node"], IgnoreCase
-    ] = safe_key("unrestricted", "How many may be written at the same time.")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "What a checkpoint holds.")
     max_checkpoints_to_keep: int = safe_key(
         TrainerSettings.max_checkpoints_to_keep,
@@ -188,14 +153,12 @@ class TrainerConfig(Section):
         unit="checkpoints",
         ge=0,
     )
-    grad_clip: units.GradientNorm | None = key(
-        None, "Largest gradient norm.  Null: optimizer.clip_grad, else 1.0."
-    )
+    grad_clip: units.GradientNorm = key(LearnerSettings.grad_clip, "Largest gradient norm.")
     use_dynamic_bsz: bool = safe_key(
         LearnerSettings.use_dynamic_bsz, "Micro-batches by token budget instead of by rows."
     )
     max_token_len_per_gpu: units.Tokens | None = safe_key(
-        None, "Token budget of one micro-batch.  Null: 2 x max_model_len, at least 2048."
+        None, "Token budget of one micro-batch.  Null: twice max_model_len, at least 2048."
     )
     micro_batch_size_per_gpu: units.Rows | None = safe_key(
         None, "Rows of one micro-batch, with use_dynamic_bsz: false."
@@ -212,9 +175,10 @@ class TrainerConfig(Section):
         "Type used in forward and backward; master weights are float32.  auto: bfloat16 on GPUs, "
         "float32 on CPU.",
     )
-    enable_gradient_checkpointing: bool = safe_key(
-        LearnerSettings.gradient_checkpointing,
-        "Recompute activations in the backward pass: slower, less memory.",
+    enable_gradient_checkpointing: bool | None = safe_key(
+        None,
+        "Recompute activations in the backward pass: slower, less memory.  Null: on GPUs, unless "
+        "the memory estimate fits without it.",
     )
     reshard_after_forward: bool = safe_key(
         LearnerSettings.reshard_after_forward, "Free gathered parameters after the forward pass."
@@ -235,19 +199,19 @@ class TrainerConfig(Section):
         "compared with plain rows of transformers when the model is loaded, and a layout that is "
         "not exact is not used.",
     )
-    share_prompts: bool = safe_key(True, "False is an alias of row_layout: padded.")
     logprob_chunk_tokens: units.Tokens = safe_key(
         LearnerSettings.logprob_chunk_tokens,
         "Tokens of a tile of logits; it has as many entries of the vocabulary as make 4 MiB on "
         "CPU, 256 MiB on a GPU.",
     )
     attn_implementation: Annotated[
-        Literal["auto", "sdpa", "eager", "flash_attention_2"], IgnoreCase
+        Literal["auto", "sdpa", "eager", "flash_attention_2", "varlen"], IgnoreCase
     ] = safe_key(
         LearnerSettings.attn_implementation,
         "Attention kernel; shared and packed rows need another than eager.  auto: flash attention "
         "where it is installed and can be used, "
-        "else sdpa.",
+        "else sdpa.  varlen: torch's own flash attention over shared and packed rows, on GPUs in "
+        "bfloat16 and float16; padded rows take sdpa.",
     )
     max_nonfinite_steps: units.TrainSteps = safe_key(
         TrainerSettings.max_nonfinite_steps,
@@ -266,16 +230,10 @@ class TrainerConfig(Section):
     critic_warmup: units.TrainStepsOr0 = key(
         0, "First train steps in which only the critic is trained."
     )
-    use_remove_padding: bool = safe_key(
-        True, "False is an alias of row_layout: padded; the critic has its own."
-    )
     balance_batch: bool = safe_key(
         LearnerSettings.balance_batch,
         "Balance tokens over ranks.  False: in their order, equally many to each rank as far as "
         "groups allow.",
-    )
-    fix_actor_microbatch_loss_scale: bool = safe_key(
-        True, "Cutting a batch differently never changes the gradient."
     )
     entropy_chunking: bool = safe_key(
         LearnerSettings.entropy_chunking,
@@ -316,14 +274,7 @@ class TrainerConfig(Section):
         LearnerSettings.reduce_dtype,
         "Type in which gradients are added over ranks, where param_dtype is bfloat16.",
     )
-    param_offload: bool = safe_key(False, f"Keep parameters on the host.  {_TOGETHER}")
-    optimizer_offload: bool = safe_key(False, f"Keep optimizer state on the host.  {_TOGETHER}")
-    grad_offload: bool = safe_key(False, f"Keep gradients on the host.  {_TOGETHER}")
-    offload_policy: bool = safe_key(
-        LearnerSettings.offload_policy,
-        "Parameters, gradients and optimizer state live on the host, parameters are fetched for "
-        "each layer, and the update runs there.",
-    )
+    offload_policy: bool = safe_key(LearnerSettings.offload_policy, _OFFLOAD)
     enable_activation_offload: bool = safe_key(
         False, "Keep what enable_gradient_checkpointing keeps for the backward pass on the host."
     )
@@ -331,38 +282,34 @@ class TrainerConfig(Section):
     use_liger: bool = safe_key(
         LearnerSettings.use_liger, "Liger's fused layers, on GPUs where liger-kernel is installed."
     )
-    use_fused_kernels: bool = safe_key(False, "Fused kernels for log-probs and entropies.")
     fused_kernel_backend: Annotated[Literal["torch", "triton"], IgnoreCase] = safe_key(
         "torch",
-        "torch: tiles of logits, always available; triton: the work on a tile compiled into few "
-        "kernels, on GPUs.",
+        "Log-probs and entropies are computed by tiles of logits.  torch: operators of torch; "
+        "triton: the work on a tile compiled into few kernels, on GPUs.",
     )
-    enable_preview: bool = safe_key(False, "Log the best and the worst experience of every step.")
     critic: CriticConfig = section(CriticConfig, "The critic, where the algorithm has one.")
     ref: RefConfig = section(RefConfig, "The reference model.")
     profiler: ProfilerConfig = section(ProfilerConfig, "Traces, in the run's folder.")
 
-    def rules(self, at: str, told: Told) -> None:
+    def rules(self, at: str, diagnostics: Diagnostics) -> None:
         if self.checkpoint.best_metric is not None and not self.max_checkpoints_to_keep:
-            told.warn(
+            diagnostics.warn(
                 f"{at}.checkpoint.best_metric has no effect: all checkpoints are kept; set "
                 f"{at}.max_checkpoints_to_keep"
             )
         if "hf_model" in self.checkpoint.save_contents and self.save_hf_checkpoint == "never":
             text = f"has hf_model, but {at}.save_hf_checkpoint is never; remove one of them"
-            told.error(f"{at}.checkpoint.save_contents", text)
+            diagnostics.error(f"{at}.checkpoint.save_contents", text)
         if self.use_dynamic_bsz:
-            self.idle(
+            self.warn_unused(
                 at,
                 ("micro_batch_size_per_gpu",),
                 "micro-batches are cut by tokens (use_dynamic_bsz: true)",
-                told,
+                diagnostics,
             )
-        if self.enable_activation_offload and not self.enable_gradient_checkpointing:
+        if self.enable_activation_offload and self.enable_gradient_checkpointing is False:
             text = (
                 f"needs {at}.enable_gradient_checkpointing: true; what that keeps for the "
                 f"backward pass goes to the host"
             )
-            told.error(f"{at}.enable_activation_offload", text)
-        if self.trainer_strategy == "fsdp":
-            told.warn(f"{at}.trainer_strategy: fsdp is taken as fsdp2, the only strategy")
+            diagnostics.error(f"{at}.enable_activation_offload", text)

@@ -1,7 +1,4 @@
-"""The schema as a tree: which keys there are, and what is declared for each.
-
-Invariant: what is found follows from the classes alone; nothing is listed twice.
-"""
+"""The tree of all keys, and the declaration of each, read from the classes of the sections."""
 
 from __future__ import annotations
 
@@ -10,17 +7,16 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AliasChoices, BaseModel
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rft.config.schema.root import RunConfig
 from rft.config.schema.source import Loc
+from rft.schema.base import ChosenBy
 
 
 def models(annotation: Any) -> Iterator[tuple[type[BaseModel], str]]:
-    """The section classes inside a type, with "" for a plain one, "[]" for a list and ".*" for a
-    mapping of names to them.
-    """
+    """Yield the section classes inside a type, each with "", "[]" for a list, or ".*" for a mapping."""
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from models(get_args(annotation)[0])
@@ -35,52 +31,76 @@ def models(annotation: Any) -> Iterator[tuple[type[BaseModel], str]]:
         yield annotation, ""
 
 
-def place(loc: Loc) -> tuple[str, FieldInfo | None, type[BaseModel] | None]:
-    """Our spelling of a key, lists written as name[], mappings as name.*; its field; the section
-    below it.  Nothing for what is no key.
+Fields = dict[str, FieldInfo]
+
+
+def fields_of(annotation: Any) -> Fields:
+    """Return the keys of the section classes inside a type; those of a union together."""
+    fields: Fields = {}
+    for model, _ in models(annotation):
+        fields = model.model_fields | fields
+    return fields
+
+
+def place(loc: Loc) -> tuple[str, FieldInfo | None, Fields]:
+    """Return the schema path of a key, its field, and the keys below it; nothing for no key.
+
+    Lists are written as name[], mappings as name.*.
     """
-    below: type[BaseModel] | None = RunConfig
+    below = dict(RunConfig.model_fields)
     key = ""
     mark = ""
     field = None
-    named = False
+    free_name = False  # the next part is a name that the user chose
     for part in loc:
         if isinstance(part, int):
             continue
-        name = next(
-            (
-                n
-                for n, f in (below.model_fields if below else {}).items()
-                if n == part or part in aliases(f)
-            ),
-            None,
-        )
-        if below is None or (name is None and not named):
-            return "", None, None
+        name = part if part in below else None
+        if name is None and not free_name:
+            return "", None, {}
         if name is None:
-            named = False  # it was one that the user chose
+            free_name = False
             continue
-        field = below.model_fields[name]
+        field = below[name]
         key = f"{key}{mark}.{name}".lstrip(".")
-        below, mark = next(models(field.annotation), (None, ""))
-        named = mark == ".*"
+        below = fields_of(field.annotation)
+        mark = next((mark for _, mark in models(field.annotation)), "")
+        free_name = mark == ".*"
     return key, field, below
 
 
-def fields_at(loc: Loc) -> dict[str, FieldInfo]:
-    """The keys below `loc`; none if it is a value or does not exist."""
-    below = place(loc)[2] if loc else RunConfig
-    return dict(below.model_fields) if below else {}
+def fields_at(loc: Loc) -> Fields:
+    """Return the keys below `loc`; none if it is a value or does not exist."""
+    return place(loc)[2]
 
 
 def field_at(loc: Loc) -> FieldInfo | None:
     return place(loc)[1]
 
 
-def declared(field: FieldInfo) -> Iterator[FieldInfo]:
-    """`field`, and what is declared inside its type: `Tokens | None` has its bounds and its unit
-    there.
+def choice(field: FieldInfo | None, name: str) -> tuple[str, tuple[str, ...]]:
+    """Return the key that chooses the class of a section, and its values that have the key `name`.
+
+    Both are empty for a key that every class has.
     """
+    for chosen in field.metadata if field else ():
+        if not field or not isinstance(chosen, ChosenBy):
+            continue
+        classes = [model for model, _ in models(field.annotation)]
+        values = tuple(chosen.value_of(c) for c in classes if name in c.model_fields)
+        if len(values) < len(classes):
+            return chosen.name, values
+    return "", ()
+
+
+def owner(loc: Loc) -> str:
+    """Return the choice that a key belongs to, "sync_style fixed and explorer_driven"; "" for none."""
+    key, values = choice(field_at(loc[:-1]), str(loc[-1])) if loc else ("", ())
+    return f"{key} {' and '.join(values)}" if values else ""
+
+
+def declared(field: FieldInfo) -> Iterator[FieldInfo]:
+    """Yield `field` and the declarations inside its type, as the bounds of `Tokens | None`."""
     yield field
     parts: list[Any] = [field.annotation]
     while parts:
@@ -90,36 +110,28 @@ def declared(field: FieldInfo) -> Iterator[FieldInfo]:
 
 
 def extra(field: FieldInfo | None, name: str) -> str:
-    """What a key says of itself besides its type ("unit", "on_resume"); "" for nothing."""
+    """Return a declared property of a key ("unit", "on_resume"), or ""."""
     for part in declared(field) if field else ():
-        if isinstance(said := part.json_schema_extra, dict) and name in said:
-            return str(said[name])
+        if isinstance(extras := part.json_schema_extra, dict) and name in extras:
+            return str(extras[name])
     return ""
-
-
-def aliases(field: FieldInfo) -> list[str]:
-    """Every name under which a key may be written, its own first; none if it has only one."""
-    given = field.validation_alias
-    return [str(name) for name in given.choices] if isinstance(given, AliasChoices) else []
 
 
 @cache
 def all_keys() -> tuple[str, ...]:
-    """Every key of the schema, lists written as name[], mappings as name.*, e.g.
-    buffer.explorer_input.tasksets[].split.
-    """
+    """Return every key, e.g. buffer.explorer_input.tasksets[].split; mappings as name.*."""
 
-    def below(model: type[BaseModel], prefix: str) -> Iterator[str]:
-        for name, field in model.model_fields.items():
+    def below(fields: Fields, prefix: str) -> Iterator[str]:
+        for name, field in fields.items():
             yield prefix + name
-            for inner, mark in models(field.annotation):
-                yield from below(inner, f"{prefix}{name}{mark}.")
+            mark = next((mark for _, mark in models(field.annotation)), "")
+            yield from below(fields_of(field.annotation), f"{prefix}{name}{mark}.")
 
-    return tuple(below(RunConfig, ""))
+    return tuple(below(RunConfig.model_fields, ""))
 
 
 def literals(annotation: Any) -> tuple[Any, ...]:
-    """The names an enum allows."""
+    """Return the allowed names of an enum."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     return (

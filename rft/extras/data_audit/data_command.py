@@ -37,28 +37,28 @@ def audit(
     something is wrong.
     """
     from rft.cli.show import progress
-    from rft.config.second_stage import policy_files
     from rft.extras.data_audit import task_audit as data_audit
+    from rft.preflight.second_stage import policy_files
 
     learn_environment()
     plan = planned(config, overrides, plugin_dir, stage)
     model = policy_files(plan)
     opened = _opened(plan)
-    found, between = data_audit.audit(plan, opened, model, most=rows, told=progress())
-    wrong = any(f.error for f in (*between, *(f for t in found for f in t.findings)))
+    audits, between = data_audit.audit(plan, opened, model, most=rows, progress=progress())
+    wrong = any(f.error for f in (*between, *(f for t in audits for f in t.findings)))
     if as_json:
         print(
             json.dumps(
                 {
                     "ok": not wrong,
-                    "tasksets": [asdict(t) for t in found],
+                    "tasksets": [asdict(t) for t in audits],
                     "between": [asdict(f) for f in between],
                 },
                 indent=1,
             )
         )
     else:
-        _show(found, between)
+        _show(audits, between)
         print("something is wrong" if wrong else "nothing is wrong")
     if wrong:
         raise typer.Exit(4)
@@ -68,18 +68,18 @@ def _opened(plan: Plan) -> list[Taskset]:
     from rft.config.context import Problems
     from rft.taskset.task_pipeline import opened
 
-    if not (found := tasksets(plan).values()):
+    if not (settings_list := tasksets(plan).values()):
         raise ConfigError("has no taskset", key="buffer.explorer_input")
-    made = []
+    tasksets_opened = []
     problems = Problems()
-    for settings in found:
-        with problems.taking():
-            made.append(opened(settings, plan.task_pipeline))
+    for settings in settings_list:
+        with problems.collect_errors():
+            tasksets_opened.append(opened(settings, plan.task_pipeline))
     raise_all(problems.errors)
-    return made
+    return tasksets_opened
 
 
-def _show(found: list[TasksetAudit], between: list[AuditFinding]) -> None:
+def _show(audits: list[TasksetAudit], between: list[AuditFinding]) -> None:
     from rft.cli.show import table
 
     heads = (
@@ -105,10 +105,10 @@ def _show(found: list[TasksetAudit], between: list[AuditFinding]) -> None:
             ", ".join(map(str, t.tokens)) if t.tokens else "not counted",
             str(t.too_long),
         )
-        for t in found
+        for t in audits
     ]
     print("\n".join(table(heads, cells, (False, False, True, True, True, True, True, True, True))))
-    for t in found:
+    for t in audits:
         print(f"\n{t.name}")
         for kind, count in t.kinds:
             print(f"  {count:6} x {safe(kind)}")

@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rft.config.compared_prompts import NUMBER, TaskText, near, rendered, shared_prompts
-from rft.config.conversation_check import left_out
-from rft.config.gold import scored
-from rft.config.model_folder import ModelFiles
 from rft.config.plan import Plan
 from rft.errors import ConfigError
+from rft.preflight.compared_prompts import NUMBER, TaskText, near, rendered, shared_prompts
+from rft.preflight.conversation_check import left_out
+from rft.preflight.gold_answers import score_gold_answers
+from rft.preflight.model_folder import ModelFiles
 from rft.taskset.base import Taskset
 from rft.types.task import Task
 from rft.workflow.recipes import Recipes
 
 SHOWN = 5  # rows that a finding names
-Told = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -63,23 +63,23 @@ def audit(
     model: ModelFiles | None,
     *,
     most: int = 0,
-    told: Told = lambda text: None,
+    progress: Progress = lambda text: None,
 ) -> tuple[list[TasksetAudit], list[AuditFinding]]:
     """Each taskset, and what is wrong between them.  `most`: rows of each that are read, evenly
     spread; 0: all.
     """
-    found = []
+    audits = []
     texts = {}
     for taskset in opened:
-        one, mine = _one(plan, taskset, model, most, told)
-        found.append(one)
-        texts[taskset.settings.name] = mine
-    told("comparing tasksets")
-    return found, _between(found, texts)
+        audit_of, task_texts = _audit_taskset(plan, taskset, model, most, progress)
+        audits.append(audit_of)
+        texts[taskset.settings.name] = task_texts
+    progress("comparing tasksets")
+    return audits, _between(audits, texts)
 
 
-def _one(
-    plan: Plan, taskset: Taskset, model: ModelFiles | None, most: int, told: Told
+def _audit_taskset(
+    plan: Plan, taskset: Taskset, model: ModelFiles | None, most: int, progress: Progress
 ) -> tuple[TasksetAudit, list[TaskText]]:
     name = taskset.settings.name
     count = len(taskset)
@@ -98,12 +98,12 @@ def _one(
                 AuditFinding(True, f"row {i} cannot be read: {e.message}", (f"{name}[{i}]",))
             )
         if n % 500 == 0:
-            told(f"{name}: read {n} of {len(indexes)} rows")
+            progress(f"{name}: read {n} of {len(indexes)} rows")
     out.read = len(tasks)
-    _lengths(plan, out, tasks, model, told)
-    _golds(out, tasks, told)
+    _lengths(plan, out, tasks, model, progress)
+    _golds(out, tasks, progress)
     texts = [TaskText.of(t) for t in tasks]
-    _inside(out, texts, told)
+    _inside(out, texts, progress)
     kinds = Counter(
         f"{t.workflow}, reward {t.reward or 'none'}: {NUMBER.sub('#', x.text)[:70]}"
         for t, x in zip(tasks, texts, strict=True)
@@ -113,7 +113,11 @@ def _one(
 
 
 def _lengths(
-    plan: Plan, out: TasksetAudit, tasks: Sequence[Task], model: ModelFiles | None, told: Told
+    plan: Plan,
+    out: TasksetAudit,
+    tasks: Sequence[Task],
+    model: ModelFiles | None,
+    progress: Progress,
 ) -> None:
     engine = plan.engines[0]
     limit = plan.engines[0].max_prompt_tokens
@@ -132,14 +136,14 @@ def _lengths(
             return
         except ValueError:
             return  # the workflow makes its own prompts from rows
-        if why := left_out(task, model, engine):
-            out.findings.append(AuditFinding(True, why, (f"{out.name}[{task.index}]",)))
+        if reason := left_out(task, model, engine):
+            out.findings.append(AuditFinding(True, reason, (f"{out.name}[{task.index}]",)))
             return
         out.example = out.example or text
         if model.can_count:
             lengths[task.index] = model.count_tokens(text)
         if n % 500 == 0:
-            told(f"{out.name}: counted {n} of {len(tasks)} prompts")
+            progress(f"{out.name}: counted {n} of {len(tasks)} prompts")
     if not lengths:
         return
     values = np.array(list(lengths.values()))
@@ -158,26 +162,26 @@ def _lengths(
         out.findings.append(AuditFinding(cut == "error", what, _named(out.name, over)))
 
 
-def _golds(out: TasksetAudit, tasks: Sequence[Task], told: Told) -> None:
+def _golds(out: TasksetAudit, tasks: Sequence[Task], report_progress: Progress) -> None:
     recipes = Recipes()
-    rewards = [recipes.of(task).reward for task in tasks]
+    rewards = [recipes.find(task).reward for task in tasks]
 
     def progress(n: int) -> None:
         if n % 100 == 0:
-            told(f"{out.name}: scored {n} of {len(tasks)} gold answers")
+            report_progress(f"{out.name}: scored {n} of {len(tasks)} gold answers")
 
-    found = [g for g in scored(tasks, rewards, progress) if g is not None]
-    out.gold_checked = len(found)
-    out.gold_full = sum(g.full for g in found)
-    broken = [g for g in found if g.failed]
-    low = [g for g in found if not g.failed and not g.full]
+    gold_scores = [g for g in score_gold_answers(tasks, rewards, progress) if g is not None]
+    out.gold_checked = len(gold_scores)
+    out.gold_full = sum(g.full for g in gold_scores)
+    broken = [g for g in gold_scores if g.failed]
+    low = [g for g in gold_scores if not g.failed and not g.full]
     if broken:
-        what = f"the reward {broken[0].told(f'{len(broken)} rows')}"
+        what = f"the reward {broken[0].failure(f'{len(broken)} rows')}"
         out.findings.append(AuditFinding(True, what, _named(out.name, [g.index for g in broken])))
     if low:
         best, worst = max(g.best or 0.0 for g in low), min(low, key=lambda g: g.best or 0.0)
         what = (
-            f"{len(low)} of {len(found)} gold answers do not get full marks: at most {best:g}; "
+            f"{len(low)} of {len(gold_scores)} gold answers do not get full marks: at most {best:g}; "
             f"{worst.gold[:60]!r} gets {worst.best:g}"
         )
         out.findings.append(AuditFinding(True, what, _named(out.name, [g.index for g in low])))
@@ -188,7 +192,7 @@ def _golds(out: TasksetAudit, tasks: Sequence[Task], told: Told) -> None:
 # ------------------------------------------------------------ duplicates
 
 
-def _inside(out: TasksetAudit, texts: Sequence[TaskText], told: Told) -> None:
+def _inside(out: TasksetAudit, texts: Sequence[TaskText], progress: Progress) -> None:
     first: dict[str, TaskText] = {}
     same = []
     conflicts = []
@@ -196,7 +200,7 @@ def _inside(out: TasksetAudit, texts: Sequence[TaskText], told: Told) -> None:
         if (other := first.setdefault(t.text, t)) is not t:
             same.append(t.index)
             conflicts += [t.index] if other.truth != t.truth else []
-    told(f"{out.name}: comparing {len(first)} prompts")
+    progress(f"{out.name}: comparing {len(first)} prompts")
     different = list(first.values())
     alike = near(different)
     out.duplicates = len(same)
@@ -219,10 +223,12 @@ def _inside(out: TasksetAudit, texts: Sequence[TaskText], told: Told) -> None:
         )
 
 
-def _between(found: Sequence[TasksetAudit], texts: dict[str, list[TaskText]]) -> list[AuditFinding]:
+def _between(
+    audits: Sequence[TasksetAudit], texts: dict[str, list[TaskText]]
+) -> list[AuditFinding]:
     """Rows of evaluation sets that are in training sets too."""
     out = []
-    for train, held_out in ((t, h) for t in found if not t.is_eval for h in found if h.is_eval):
+    for train, held_out in ((t, h) for t in audits if not t.is_eval for h in audits if h.is_eval):
         for pairs, sign, how in zip(
             shared_prompts(texts[train.name], texts[held_out.name]), "=~", _HOW, strict=True
         ):

@@ -1,4 +1,4 @@
-"""What a check of the machine reports, and the transports it tries for each engine."""
+"""The result of one machine check, and the transports tried for each engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRANSPORTS = {
 
 
 class Line(Struct, frozen=True, kw_only=True):
-    """What one check found.  `seconds` is the time since the line before."""
+    """Result of one check.  `seconds`: time since the previous line."""
 
     topic: str
     state: State

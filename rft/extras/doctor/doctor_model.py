@@ -1,5 +1,5 @@
-"""`rft doctor --model`: whether one model trains and generates exactly on this machine, as one
-table.
+"""`rft doctor --model`: show as a table whether a model trains and generates exactly on this
+machine.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ _HEAD = f"{'':25}  {'log-probs':>9}  {'gradient':>9}  verdict"
 
 
 def model(path: str, device: str, as_json: bool) -> None:
-    """Compare the model of `path`, a folder or a hub id in the local cache, and print a line for
-    each comparison.
+    """Compare the model of `path`, a folder or a hub id in the local cache, and print a line per
+    comparison.
 
-    Raises the error that a run with default settings would end with, and RunFailed where something
-    is not exact.
+    Raises the error of a run with default settings, and RunFailed if something is not exact.
     """
     from rft.errors import ConfigError, RunFailed, SetupError
     from rft.taskset.chatfiles import find_model
@@ -42,7 +41,7 @@ def model(path: str, device: str, as_json: bool) -> None:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     from rft.extras.doctor import model_check
 
-    # the table says what the trainer would
+    # the table reports what the trainer would log
     logging.getLogger("rft.trainer").setLevel(logging.ERROR)
 
     if not as_json:

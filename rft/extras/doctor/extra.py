@@ -1,4 +1,4 @@
-"""The extra that looks at the machine and at a model."""
+"""The extra that checks the machine and a model."""
 
 from rft.plugins import Extra, Verb
 

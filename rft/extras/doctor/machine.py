@@ -1,9 +1,9 @@
-"""Checks a machine in minutes with the parts that runs use: `rft doctor --gpu`.
+"""Check a machine in minutes with the parts that runs use: `rft doctor --gpu`.
 
-Each check is a separate process (`rft.extras.doctor.machine_checks`), so that what it takes is
-given back, and what kills it is told instead of killing the others.  Knows processes and deadlines;
-not what is checked.  Invariant: every check that was asked for has a line, and when `run` ends none
-of its processes is left.
+Each check is a separate process (`rft.extras.doctor.machine_checks`), which frees its memory at the
+end and whose death is reported without affecting other checks.  Knows processes and deadlines; not
+the content of checks.  Invariant: every requested check has a line, and no process is left when
+`run` returns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rft.extras.doctor.check_line import TRANSPORTS, Line
 from rft.launch import leftovers
 
 DEADLINE_S = 240.0  # of one check
-CHECKS: dict[str, str] = {  # name: what to do where it fails
+CHECKS: dict[str, str] = {  # name -> remedy after a failure
     "versions": "install a driver and the torch build for its CUDA version; nvidia-smi has to list "
     "the GPUs in this shell or container",
     "arithmetic": "set trainer.param_dtype and explorer.rollout_model.dtype to float32, or use "
@@ -56,33 +56,33 @@ def run(
     checks: Sequence[str] = tuple(CHECKS),
     deadline_s: float = DEADLINE_S,
 ) -> bool:
-    """Every check on `device` (cuda | cpu) with the model folder `model`, `ranks` processes where
-    they work together.
+    """Run every check on `device` (cuda | cpu) with the model folder `model`; return whether none
+    failed.
 
-    Returns whether none failed.
+    `ranks`: number of processes in checks of several ranks.
     """
     good = True
 
-    def told(line: Line) -> None:
+    def report(line: Line) -> None:
         nonlocal good
         good = good and line.state != "failed"
         on_line(line)
 
-    # by it what the checks leave is told from others' processes
+    # distinguishes leftovers of the checks from other processes
     os.environ.setdefault(leftovers.MARK, f"doctor-{os.getpid()}")
     before = leftovers.snapshot()
     with tempfile.TemporaryDirectory(prefix="rft-doctor-") as folder:
-        for name in sorted(checks, key="memory".__eq__):  # it is the last one
+        for name in sorted(checks, key="memory".__eq__):  # memory comes last
             count = ranks if name in ("collective", "training") else 1
             for line in checked(
                 name, device, model, Path(folder), world=count, deadline_s=deadline_s
             ):
-                told(line)
+                report(line)
     if "memory" in checks:
-        left = "; ".join(leftovers.compare(before))
-        told(
-            _failed("leftovers", left, CHECKS["memory"])
-            if left
+        leftover_text = "; ".join(leftovers.compare(before))
+        report(
+            _failed("leftovers", leftover_text, CHECKS["memory"])
+            if leftover_text
             else Line(topic="leftovers", state="ok", text="none")
         )
     return good
@@ -98,28 +98,17 @@ def checked(
     deadline_s: float = DEADLINE_S,
     module: str = "rft.extras.doctor.machine_checks",
 ) -> list[Line]:
-    """The lines of one check of `module`, whose ranks are `world` processes; the first one writes
-    them.
-    """
+    """Run one check of `module` in `world` processes; return the lines written by rank 0."""
     if name in TRANSPORTS and importlib.util.find_spec(name) is None:
         return [Line(topic=name, state="note", text="not installed")]
     answer = folder / f"{name}.jsonl"
     began = time.monotonic()
     printed = folder / f"{name}.out"
+    arguments = (name, device, str(model))
     with printed.open("wb") as out:
         processes = [
             subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    module,
-                    name,
-                    device,
-                    str(model),
-                    str(rank),
-                    str(world),
-                    str(folder),
-                ],
+                [sys.executable, "-m", module, *arguments, str(rank), str(world), str(folder)],
                 env=_environment(name, device, model, rank, world),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -128,20 +117,7 @@ def checked(
             )
             for rank in range(world)
         ]
-        with ThreadPoolExecutor(world) as waiting:
-            pending = {waiting.submit(process.wait) for process in processes}
-            codes = [0]
-            try:
-                while pending and not any(codes):  # the others would wait for one that has died
-                    left = max(0.1, deadline_s - (time.monotonic() - began))
-                    done, pending = wait(pending, left, return_when=FIRST_COMPLETED)
-                    codes = [ended.result() for ended in done]
-                    if not done:
-                        break
-            finally:
-                late = bool(pending) and not any(codes)
-                for process in processes:
-                    _end(process)
+        codes = _exit_codes(processes, began + deadline_s)
     lines = (
         [msgspec.json.decode(text, type=Line) for text in answer.read_bytes().splitlines()]
         if answer.exists()
@@ -153,38 +129,61 @@ def checked(
             replace(line, remedy=line.remedy or CHECKS[name]) if line.state == "failed" else line
             for line in lines
         ]
-    if late:
-        why = f"no end after {deadline_s:.0f} s"
+    if codes is None:
+        reason = f"no end after {deadline_s:.0f} s"
     elif any(codes):
-        why = next(
+        reason = next(
             f"ended by {signal.Signals(-c).name}" if c < 0 else f"exit code {c}" for c in codes if c
         )
     else:
         return lines
     return [
         *lines,
-        _failed(name, f"{why}: {_last(printed)}", CHECKS[name], time.monotonic() - began),
+        _failed(name, f"{reason}: {_last(printed)}", CHECKS[name], time.monotonic() - began),
     ]
 
 
+def _exit_codes(processes: list[subprocess.Popen[bytes]], deadline: float) -> list[int] | None:
+    """Wait until all processes have ended or one has failed, then end the others.
+
+    None: `deadline` (monotonic) has passed.
+    """
+    with ThreadPoolExecutor(len(processes)) as threads:
+        pending = {threads.submit(process.wait) for process in processes}
+        codes = [0]
+        try:
+            while pending and not any(codes):
+                remaining_s = max(0.1, deadline - time.monotonic())
+                done, pending = wait(pending, remaining_s, return_when=FIRST_COMPLETED)
+                if not done:
+                    return None
+                codes = [future.result() for future in done]
+        finally:
+            for process in processes:
+                _end(process)
+    return codes
+
+
 def _environment(name: str, device: str, model: Path, rank: int, world: int) -> dict[str, str]:
-    """As the processes of a run have it: of several ranks each sees its own GPU."""
-    own = {**os.environ, leftovers.PART: f"doctor-{name}"}
+    """Return a process's environment as in a run: each of several ranks sees its own GPU."""
+    environment = {**os.environ, leftovers.PART: f"doctor-{name}"}
     if device == "cuda" and world > 1:
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(world)))).split(",")
-        own["CUDA_VISIBLE_DEVICES"] = seen[rank]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(world)))).split(
+            ","
+        )
+        environment["CUDA_VISIBLE_DEVICES"] = visible[rank]
     if name in ("transformers", "vllm"):
         return {
-            **own,
+            **environment,
             **cpu_environment(
                 EngineSettings(engine_type=name, device=device, model_path=str(model))
             ),
         }
-    return {**own, **trainer_environment(2)} if device == "cpu" else own
+    return {**environment, **trainer_environment(2)} if device == "cpu" else environment
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of a check, its children included."""
+    """Kill the remaining processes of a check, including children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -195,6 +194,6 @@ def _failed(topic: str, text: str, remedy: str, seconds: float = 0.0) -> Line:
 
 
 def _last(printed: Path) -> str:
-    """The last words of a process that did not say itself what was wrong."""
+    """Return the last lines of a process that reported no error itself."""
     lines = [line for line in printed.read_text("utf-8", "replace").splitlines() if line.strip()]
     return " / ".join(lines[-3:])[-600:] or "it printed nothing"

@@ -1,9 +1,9 @@
 """One check of `rft doctor --gpu`, in its own process: NAME DEVICE MODEL RANK WORLD FOLDER.
 
-Checks are made of the parts that runs use: the learner with its attention and FSDP2, engines,
-transports, synchronizer and canary. Rank 0 writes its lines to FOLDER/NAME.jsonl.  Knows nothing of
-the other checks.  Invariant: a check that is not right raises, and says ok only of what was
-computed and compared.
+Checks use the parts of runs: the learner with its attention and FSDP2, engines, transports,
+synchronizer and canary. Rank 0 writes its lines to FOLDER/NAME.jsonl.  Knows nothing of the other
+checks.  Invariant: a failed check raises, and "ok" covers only results that were computed and
+compared.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import asyncio
 import dataclasses
 import importlib.util
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -27,18 +26,19 @@ from rft.algorithm.settings import AlgorithmSettings
 from rft.engine.settings import EngineSettings
 from rft.errors import RftError, RunFailed, SetupError
 from rft.extras.doctor.check_line import TRANSPORTS, Line
+from rft.extras.doctor.driver import driver, smi
 from rft.launch.start import probe_prompts
-from rft.sync.settings import SyncSettings
-from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
-from rft.trainer.settings import LearnerSettings, OptimSettings
+from rft.sync.settings import FixedSync, SyncConfig, SyncRuntime
+from rft.trainer.rows.pack import Budget, RankBatch, TrainRow, plan
+from rft.trainer.settings import LearnerSettings, OptimizerConfig
 from rft.types.completion import Completion
 from rft.types.ids import Version
 from rft.types.ports import GenerateRequest
 
 Found = Iterator[Line]
 Check = Callable[[str, str, int, int, Path], Found]
-_SIZE = {"cuda": 8192, "cpu": 512}  # rows and columns of the product that is timed
-_BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}  # that ranks add
+_SIZE = {"cuda": 8192, "cpu": 512}  # rows and columns of the timed product
+_BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}  # bytes of the all-reduce
 
 
 def main(
@@ -50,7 +50,7 @@ def main(
     world: str,
     folder: str,
 ) -> int:
-    """Runs one of `checks` and writes its lines as they come.  Exit code 1 where it failed."""
+    """Run one of `checks` and write its lines as they come.  Returns exit code 1 on failure."""
     answer = Path(folder) / f"{name}.jsonl"
     began = time.monotonic()
 
@@ -85,7 +85,7 @@ def main(
 
 
 def versions(device: str, model: str, rank: int, world: int, folder: Path) -> Found:
-    """Driver, libraries and GPUs; a tensor goes to each GPU and comes back."""
+    """Report driver, libraries and GPUs; copy a tensor to each GPU and back."""
     import torch
 
     if device == "cpu":
@@ -97,14 +97,9 @@ def versions(device: str, model: str, rank: int, world: int, folder: Path) -> Fo
         raise SetupError(f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no GPU")
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     cudnn = torch.backends.cudnn.version()
-    driver = (
-        _smi("--query-gpu=driver_version").splitlines()[0]
-        if shutil.which("nvidia-smi")
-        else "unknown (no nvidia-smi)"
-    )
     yield ok(
         "versions",
-        f"driver {driver}, torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {cudnn}, "
+        f"driver {driver() or 'unknown'}, torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {cudnn}, "
         f"NCCL {nccl}",
     )
     for i in range(torch.cuda.device_count()):
@@ -121,7 +116,7 @@ def versions(device: str, model: str, rank: int, world: int, folder: Path) -> Fo
 
 
 def arithmetic(device: str, model: str, rank: int, world: int, folder: Path) -> Found:
-    """A product in the type that runs take, against float64."""
+    """Compare a product in the type of runs with float64."""
     import torch
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -130,12 +125,12 @@ def arithmetic(device: str, model: str, rank: int, world: int, folder: Path) -> 
     size = _SIZE[device]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     right = a[:64].double() @ b.double()
-    (a @ b).sum().item()  # the first one also loads the library
+    (a @ b).sum().item()  # the first product also loads the library
     began = time.perf_counter()
-    made = a @ b
-    made.sum().item()
+    product = a @ b
+    product.sum().item()
     seconds = time.perf_counter() - began
-    error = float((made[:64].double() - right).abs().max() / right.abs().max())
+    error = float((product[:64].double() - right).abs().max() / right.abs().max())
     limit = 2e-2 if dtype == torch.bfloat16 else 1e-5
     text = (
         f"{str(dtype).removeprefix('torch.')} product of {size} x {size}: "
@@ -147,11 +142,11 @@ def arithmetic(device: str, model: str, rank: int, world: int, folder: Path) -> 
 
 
 def attention(device: str, model: str, rank: int, world: int, folder: Path) -> Found:
-    """Which kernels run, and whether shared prompts give the log-probs of rows that are padded."""
+    """Report which kernels run, and check that shared prompts give the log-probs of padded rows."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from rft.trainer.attention import installed
+    from rft.trainer.model.attention import installed
 
     settings = _learner(device, model, dtype="float32")
     dtype = "bfloat16" if device == "cuda" else "float32"
@@ -171,7 +166,7 @@ def attention(device: str, model: str, rank: int, world: int, folder: Path) -> F
                 ).sum().item()
             run.append(kernel.name.removesuffix("_ATTENTION").lower())
         except RuntimeError:
-            continue  # torch's way to say that this kernel cannot take it
+            continue  # torch raises it for an unsupported kernel
     package = "installed" if importlib.util.find_spec("flash_attn") else "not installed"
     varlen = "there" if importlib.util.find_spec("torch.nn.attention.varlen") else "not there"
     yield ok(
@@ -182,10 +177,10 @@ def attention(device: str, model: str, rank: int, world: int, folder: Path) -> F
         f"take sdpa",
     )
     rows = _rows(np.random.default_rng(0))
-    learner = _made(settings)
+    learner = _new_learner(settings)
     shared = learner.score([rows])
     del learner
-    padded = _made(dataclasses.replace(settings, row_layout="padded")).score([rows])
+    padded = _new_learner(dataclasses.replace(settings, row_layout="padded")).score([rows])
     apart = max(
         float(np.abs(a["old"] - b["old"]).max()) for a, b in zip(shared[0], padded[0], strict=True)
     )
@@ -196,27 +191,27 @@ def attention(device: str, model: str, rank: int, world: int, folder: Path) -> F
 
 
 def collective(device: str, model: str, rank: int, world: int, folder: Path) -> Found:
-    """Every rank adds its number; all have to see the sum."""
+    """Let every rank add its number, and check the sum on all ranks."""
     import torch
     import torch.distributed as dist
 
-    from rft.trainer import sharding
+    from rft.trainer.model import sharding
 
     backend = "NCCL" if device == "cuda" else "gloo"
     sharding.join(_learner(device, model, world=world), rank, str(folder / "collective.meet"))
-    given = torch.full((_BYTES[device] // 4,), float(rank + 1), device=device)
-    dist.all_reduce(given.clone())
+    source = torch.full((_BYTES[device] // 4,), float(rank + 1), device=device)
+    dist.all_reduce(source.clone())
     began = time.perf_counter()
-    dist.all_reduce(given)
-    low = float(given.min())  # waits for the device
-    high = float(given.max())
+    dist.all_reduce(source)
+    low = float(source.min())  # waits for the device
+    high = float(source.max())
     seconds = time.perf_counter() - began
     if low != high or low != world * (world + 1) / 2:
         raise RunFailed(
             f"{backend} all-reduce over {world} ranks gave {low} to {high} instead of "
             f"{world * (world + 1) / 2}"
         )
-    rate = given.numel() * 4 * 2 * (world - 1) / world / seconds / 1e9
+    rate = source.numel() * 4 * 2 * (world - 1) / world / seconds / 1e9
     text = f"{backend} all-reduce of {_BYTES[device] >> 20} MiB over {world} rank(s)"
     yield ok(
         "collective",
@@ -227,11 +222,11 @@ def collective(device: str, model: str, rank: int, world: int, folder: Path) -> 
 
 
 def training(device: str, model: str, rank: int, world: int, folder: Path) -> Found:
-    """Two steps of the learner on every GPU, sharded by FSDP2; the loss has to fall."""
+    """Run two steps of the learner on every GPU, sharded by FSDP2; the loss must fall."""
     import torch
 
     settings = _learner(device, model, world=world)
-    learner = _made(settings, rank, str(folder / "training.meet"))
+    learner = _new_learner(settings, rank, str(folder / "training.meet"))
     rows = _rows(np.random.default_rng(0))
     cut = plan(rows, world, Budget(settings.max_token_len_per_gpu))
     before = learner.score([[rows[i] for i in m] for m in cut[rank]])
@@ -258,24 +253,24 @@ def training(device: str, model: str, rank: int, world: int, folder: Path) -> Fo
 
 
 def transformers(device: str, model: str, rank: int, world: int, folder: Path) -> Found:
-    """The engine without vLLM."""
+    """Check the transformers engine."""
     yield from _engine("transformers", device, model, folder)
 
 
 def vllm(device: str, model: str, rank: int, world: int, folder: Path) -> Found:
-    """vLLM, where it is installed."""
+    """Check vLLM, if installed."""
     yield from _engine("vllm", device, model, folder)
 
 
 def memory(device: str, model: str, rank: int, world: int, folder: Path) -> Found:
-    """Whether the checks before have given GPU memory back: no process of ours may hold any."""
+    """Check that the previous checks have freed GPU memory: no process of rft may hold any."""
     import torch
 
     if device == "cpu":
         return
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
-        held = [line for line in _holders() if "python" in line or "vllm" in line.lower()]
+        gpu_processes = [line for line in _holders() if "python" in line or "vllm" in line.lower()]
         used = (total - free) / 2**30
         text = (
             f"gpu {i}: {used:.1f} of {total / 2**30:.1f} GiB in use after the checks, this "
@@ -284,7 +279,7 @@ def memory(device: str, model: str, rank: int, world: int, folder: Path) -> Foun
         yield Line(
             topic="memory",
             state="ok" if used < 2.0 else "note",
-            text=f"{text}{'; ' + '; '.join(held) if held else ''}",
+            text=f"{text}{'; ' + '; '.join(gpu_processes) if gpu_processes else ''}",
         )
 
 
@@ -302,8 +297,8 @@ CHECKS = {check.__name__: check for check in _ALL}
 
 
 def _engine(kind: str, device: str, model: str, folder: Path) -> Found:
-    """An engine gets weights through each transport, generates, and is trained on; the canary
-    judges both versions.
+    """Give an engine weights through each transport, let it generate, and train on the result; the
+    canary judges both versions.
     """
     lines: list[Line] = []
     asyncio.run(_served(kind, device, model, folder, lines.append))
@@ -311,14 +306,14 @@ def _engine(kind: str, device: str, model: str, folder: Path) -> Found:
 
 
 async def _served(
-    kind: str, device: str, model: str, folder: Path, told: Callable[[Line], None]
+    kind: str, device: str, model: str, folder: Path, report: Callable[[Line], None]
 ) -> None:
-    from rft.trainer.ranks import Ranks
+    from rft.trainer.loop.ranks import Ranks
 
     settings = _learner(device, model)
     began = time.perf_counter()
     async with engine_and_learner(kind, settings) as (engine, learner):
-        told(
+        report(
             ok(
                 kind,
                 f"up in {time.perf_counter() - began:.0f} s, the trainer's rank included, in "
@@ -330,7 +325,7 @@ async def _served(
             text = await _published(
                 engine, Ranks(learner), method, lineage, folder / f"{kind}-{method}"
             )
-            told(
+            report(
                 msgspec.structs.replace(
                     ok(f"{kind} sync", text), seconds=round(time.perf_counter() - began, 2)
                 )
@@ -341,7 +336,7 @@ async def _served(
 async def engine_and_learner(
     kind: str, settings: LearnerSettings
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """An engine beside a learner, both with the learner's model in its type."""
+    """Yield an engine and a learner, both with the learner's model in its type."""
     from rft.engine.built_in import make
 
     async with AsyncExitStack() as opened:
@@ -358,19 +353,16 @@ async def engine_and_learner(
         )
         engine = await make(served)
         opened.push_async_callback(engine.close)
-        learner = await asyncio.to_thread(_made, settings)
+        learner = await asyncio.to_thread(_new_learner, settings)
         opened.callback(learner.close)
         yield engine, learner
 
 
 async def _published(engine: Any, ranks: Any, method: Any, lineage: int, folder: Path) -> str:
-    """A train step between two versions; what the canary said of both."""
-    sync = SyncSettings(
-        method=method,
-        engine_dtype=ranks.settings.dtype,
-        trainer_dtype=ranks.settings.dtype,
-        timeout_s=120.0,
-    )
+    """Make a train step between two versions; return the canary's result for both."""
+    config = FixedSync(sync_method=method, sync_timeout=120.0)
+    dtype = ranks.settings.dtype
+    runtime = SyncRuntime(engine_dtype=dtype, trainer_dtype=dtype)
     tokens = 0
 
     async def train(prompts: Sequence[Sequence[int]]) -> None:
@@ -379,8 +371,10 @@ async def _published(engine: Any, ranks: Any, method: Any, lineage: int, folder:
         tokens = sum(r.counted for r in rows)
         await ranks.step([_batch(rows, [rows], 1)])
 
-    first, second, seconds = await two_versions(engine, ranks, sync, lineage, folder, train)
-    way = f"nccl over {sync.backend}" if method == "nccl" else method
+    first, second, seconds = await two_versions(
+        engine, ranks, config, runtime, lineage, folder, train
+    )
+    way = f"nccl over {runtime.backend}" if method == "nccl" else method
     return (
         f"{way}: canary {first:.1e} nats, after a train step on {tokens} generated tokens "
         f"{second:.1e}; {seconds:.2f} s for a sync"
@@ -390,24 +384,33 @@ async def _published(engine: Any, ranks: Any, method: Any, lineage: int, folder:
 async def two_versions(
     engine: Any,
     ranks: Any,
-    sync: SyncSettings,
+    config: SyncConfig,
+    runtime: SyncRuntime,
     lineage: int,
     folder: Path,
     between: Callable[[Sequence[Sequence[int]]], Awaitable[None]],
 ) -> tuple[float, float, float]:
-    """Publishes two versions as a run does; `between`, given the canary's prompts, changes the
-    trainer's weights once the first is served.
+    """Publish two versions as in a run; return the canary's largest difference of each, in nats,
+    and the seconds of the second sync.
 
-    The canary's largest difference of each version, in nats, and the seconds of the second sync.
+    `between`, given the canary's prompts, changes the trainer's weights once the first version is
+    served.
     """
     from rft.sync.schedule import Schedule
     from rft.sync.synchronizer import Synchronizer
     from rft.sync.transport.choose import make
 
-    prompts = probe_prompts(ranks.settings.model_path, sync.canary_prompts, 0)
-    transport: Any = make(sync, folder)
+    prompts = probe_prompts(ranks.settings.model_path, runtime.canary_prompts, 0)
+    transport: Any = make(config, folder, backend=runtime.backend)
     synchronizer = Synchronizer(
-        sync, [engine], ranks, Schedule(), prompts, Version(lineage, 0), sender=transport
+        config,
+        runtime,
+        [engine],
+        ranks,
+        Schedule(),
+        prompts,
+        Version(lineage, 0),
+        sender=transport,
     )
     canary = []
     seconds = 0.0
@@ -428,17 +431,17 @@ async def two_versions(
 
 
 async def _generated(engine: Any, prompts: Sequence[Sequence[int]]) -> list[TrainRow]:
-    """Answers of the engine as rows to train on."""
+    """Return answers of the engine as rows to train on."""
     from rft.types.task import SamplingArgs
 
     def sampling(i: int) -> SamplingArgs:
         return SamplingArgs(temperature=1.0, max_tokens=16, ignore_eos=True, seed=i)
 
-    asked = (
+    requests = (
         engine.generate(GenerateRequest(prompt_tokens=tuple(p), sampling=sampling(i)))
         for i, p in enumerate(prompts)
     )
-    return [_trained(answers[0], i) for i, answers in enumerate(await asyncio.gather(*asked))]
+    return [_trained(answers[0], i) for i, answers in enumerate(await asyncio.gather(*requests))]
 
 
 def _trained(done: Completion, group: int) -> TrainRow:
@@ -455,15 +458,17 @@ def _trained(done: Completion, group: int) -> TrainRow:
 
 
 def _rows(rng: np.random.Generator) -> list[TrainRow]:
-    """Four groups of two rows, random tokens; the sampler is said to have been uniform over 256."""
-    made = []
+    """Return four groups of two rows of random tokens, with the log-probs of a uniform sampler over
+    256 tokens.
+    """
+    rows = []
     for group in range(4):
         prompt = rng.integers(3, 250, 12)
-        made += [
+        rows += [
             _row(np.concatenate([prompt, rng.integers(3, 250, 16)]), 12, np.full(16, -5.5), group)
             for _ in range(2)
         ]
-    return made
+    return rows
 
 
 def _row(tokens: np.ndarray, prompt: int, logprobs: np.ndarray, group: int) -> TrainRow:
@@ -480,10 +485,15 @@ def _row(tokens: np.ndarray, prompt: int, logprobs: np.ndarray, group: int) -> T
     )
 
 
-def _batch(rows: Sequence[TrainRow], mine: Sequence[Sequence[TrainRow]], step: int) -> RankBatch:
+def _batch(
+    rows: Sequence[TrainRow], micro_batches: Sequence[Sequence[TrainRow]], step: int
+) -> RankBatch:
     tokens = float(sum(r.counted for r in rows))
     return RankBatch(
-        step=step, micro_batches=tuple(map(tuple, mine)), tokens=tokens, rows=float(len(rows))
+        step=step,
+        micro_batches=tuple(map(tuple, micro_batches)),
+        tokens=tokens,
+        rows=float(len(rows)),
     )
 
 
@@ -496,12 +506,12 @@ def _learner(device: str, model: str, *, world: int = 1, dtype: str = "") -> Lea
         cpu_threads=2,
         total_steps=2,
         algorithm=AlgorithmSettings(policy_loss_fn="reinforce"),
-        optim=OptimSettings(lr=1e-2),
+        optim=OptimizerConfig(lr=1e-2),
     )
 
 
-def _made(settings: LearnerSettings, rank: int = 0, rendezvous: str | None = None) -> Any:
-    from rft.trainer.learner import Learner
+def _new_learner(settings: LearnerSettings, rank: int = 0, rendezvous: str | None = None) -> Any:
+    from rft.trainer.loop.learner import Learner
 
     return Learner(settings, rank, rendezvous)
 
@@ -511,21 +521,10 @@ def ok(topic: str, text: str) -> Line:
 
 
 def _holders() -> list[str]:
-    """Processes that hold memory of a GPU, as far as nvidia-smi can see them."""
+    """Return processes that hold GPU memory, as far as nvidia-smi sees them."""
     if not shutil.which("nvidia-smi"):
         return []
-    return _smi("--query-compute-apps=pid,used_memory,name").splitlines()
-
-
-def _smi(query: str) -> str:
-    done = subprocess.run(
-        ["nvidia-smi", query, "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=True,
-    )
-    return done.stdout.strip()
+    return smi("--query-compute-apps=pid,used_memory,name").splitlines()
 
 
 if __name__ == "__main__":

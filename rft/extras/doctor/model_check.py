@@ -1,10 +1,10 @@
-"""Compares one model on this machine: plain transformers, the trainer in each layout of rows, and
-engines: `rft doctor --model`.
+"""Compare one model on this machine: transformers' separate rows, the trainer in each row layout,
+and engines: `rft doctor --model`.
 
-The right side is transformers' own forward, row by row, in float32 with eager attention; how far
-that is from float64 is measured too. Knows learners, and engines as processes
-(`rft.extras.doctor.model_engine`); not runs.  Invariant: a number is a difference that was computed
-here, and a layout without one is refused with its reason.
+The reference is transformers' own forward, row by row, in float32 with eager attention; its
+distance from float64 is measured, too. Knows learners, and engines as processes
+(`rft.extras.doctor.model_engine`); not runs.  Invariant: every number is a difference computed
+here, and a layout without a number is refused with its reason.
 """
 
 from __future__ import annotations
@@ -27,32 +27,30 @@ from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import ConfigError, RftError, SetupError, is_out_of_memory
 from rft.extras.doctor import machine
 from rft.extras.doctor.model_engine import ANSWERS, Sampled, Served
-from rft.trainer import layer_copy, loading
-from rft.trainer import policy as policies
-from rft.trainer.learner import Learner
-from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
+from rft.trainer.loop.learner import Learner
+from rft.trainer.model import layer_copy, loading
+from rft.trainer.model import policy as policies
+from rft.trainer.rows.pack import Budget, RankBatch, TrainRow, plan
 from rft.trainer.settings import LearnerSettings, LoraSettings
 from rft.types import adapter, modelfiles
 from rft.types.row_layout import RowLayout
 
 Objective = Literal["grpo", "sft", "lora"]
-EXACT = 1e-5  # nats, and of a gradient relative to its length
-ENGINE_LIMIT = 1e-3  # nats, of what an engine serves in float32
+EXACT = 1e-5  # nats; for a gradient, relative to its length
+ENGINE_LIMIT = 1e-3  # nats, for an engine in float32
 _CLIP = 0.2
 _ALGORITHMS = {
     "grpo": AlgorithmSettings(),
     "sft": AlgorithmSettings(algorithm_type="sft", advantage_fn="none", policy_loss_fn="sft"),
 }
 _LORA = LoraSettings(rank=4, alpha=8.0, target_modules="all-linear")
-_DEADLINE_S = 600.0  # of an engine's start and two versions
-_SPARE = 1.2  # memory that computing takes beside weights and gradients
+_DEADLINE_S = 600.0  # for an engine's start and two versions
+_SPARE = 1.2  # factor for memory besides weights and gradients
 
 
 @dataclass(frozen=True)
 class Truth:
-    """What plain rows of transformers give: log-probs [N], and the gradient of each objective by
-    parameter.
-    """
+    """Results of transformers' separate rows: log-probs [N], gradients by objective and parameter."""
 
     logprobs: torch.Tensor
     gradients: Mapping[Objective, Mapping[str, torch.Tensor]]
@@ -60,15 +58,15 @@ class Truth:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLine:
-    """One line of the table.  `refused` says why there are no numbers."""
+    """One line of the table.  `refused`: why it has no numbers."""
 
     what: str
-    logprobs: float | None = None  # the largest difference, in nats
-    gradients: Mapping[str, float] = field(default_factory=dict)  # by objective, relative
-    without: Mapping[str, str] = field(default_factory=dict)  # objectives that are refused, and why
+    logprobs: float | None = None  # largest difference, in nats
+    gradients: Mapping[str, float] = field(default_factory=dict)  # relative difference by objective
+    without: Mapping[str, str] = field(default_factory=dict)  # refused objective -> reason
     limit: float = EXACT
     refused: str = ""
-    chosen: bool = False  # what `auto` takes
+    chosen: bool = False  # the layout that `auto` selects
 
     @property
     def exact(self) -> bool:
@@ -85,7 +83,7 @@ class ModelLine:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelReport:
-    """All lines of one model.  `error`: what a run with default settings ends with."""
+    """All lines of one model.  `error`: the error of a run with default settings."""
 
     lines: tuple[ModelLine, ...]
     error: RftError | None
@@ -106,10 +104,10 @@ def compare(
     layouts: Sequence[RowLayout] = get_args(RowLayout),
     on_line: Callable[[ModelLine], None] = lambda line: None,
 ) -> ModelReport:
-    """`layouts` and `engines` of the model in `folder`.
+    """Compare `layouts` and `engines` of the model in `folder`.
 
-    Raises SetupError where its weights do not fit its configuration or do not fit into memory, or
-    transformers cannot compute it, ConfigError where it cannot be built.
+    Raises SetupError if its weights do not fit its configuration or the memory, or transformers
+    cannot compute it; ConfigError if it cannot be built.
     """
     settings = LearnerSettings(
         model_path=str(folder),
@@ -118,50 +116,55 @@ def compare(
         cpu_threads=torch.get_num_threads(),
     )
     policies.load(settings)  # refuses files that do not fit
-    given = rows(settings)
-    with _computes(folder), torch.no_grad():  # before engines are started for nothing
-        _logprobs(_plain(settings), given[0].tokens, given[0].loss_mask.nonzero()[0])
+    train_rows = rows(settings)
+    with _computes(folder), torch.no_grad():  # before starting engines in vain
+        _logprobs(
+            _reference_model(settings), train_rows[0].tokens, train_rows[0].loss_mask.nonzero()[0]
+        )
     lines: list[ModelLine] = []
 
-    def told(line: ModelLine) -> None:
+    def report(line: ModelLine) -> None:
         lines.append(line)
         on_line(line)
 
     with tempfile.TemporaryDirectory(prefix="rft-doctor-") as aside:
         answers = {kind: _answers(kind, device, folder, Path(aside)) for kind in engines}
-    served = {kind: found for kind, found in answers.items() if not isinstance(found, str)}
+    served = {kind: answer for kind, answer in answers.items() if not isinstance(answer, str)}
     with _computes(folder):
         right, of_engines, double = _truth(
-            settings, given, objectives, {kind: found.sampled for kind, found in served.items()}
+            settings,
+            train_rows,
+            objectives,
+            {kind: answer.sampled for kind, answer in served.items()},
         )
     chosen = ""
     error = None
     if layouts:
-        told(double)
+        report(double)
         chosen, error = _chosen(settings)
-    given = _sampled(given, right.logprobs)
-    # float32 has no more digits of this model
+    train_rows = _sampled(train_rows, right.logprobs)
+    # float32 is no more precise for this model
     limit = max(EXACT, 4 * max([double.logprobs or 0.0, *double.gradients.values()]))
     for layout in layouts:
-        line = _measured(replace(settings, row_layout=layout), given, right, objectives)
-        told(replace(line, limit=limit, chosen=layout == chosen))
-    for kind, found in answers.items():
-        if isinstance(found, str):
-            told(ModelLine(what=f"{kind} engine", refused=found))
+        line = _measured(replace(settings, row_layout=layout), train_rows, right, objectives)
+        report(replace(line, limit=limit, chosen=layout == chosen))
+    for kind, answer in answers.items():
+        if isinstance(answer, str):
+            report(ModelLine(what=f"{kind} engine", refused=answer))
         else:
-            worst = max(of_engines[kind], *found.canary)
-            told(ModelLine(what=f"{kind} engine", logprobs=worst, limit=ENGINE_LIMIT))
+            worst = max(of_engines[kind], *answer.canary)
+            report(ModelLine(what=f"{kind} engine", logprobs=worst, limit=ENGINE_LIMIT))
     if engines and not served and error is None:
         error = SetupError(
             f"no engine serves {folder}: "
-            f"{'; '.join(f'{kind}: {why}' for kind, why in answers.items())}"
+            f"{'; '.join(f'{kind}: {reason}' for kind, reason in answers.items())}"
         )
     return ModelReport(lines=tuple(lines), error=error)
 
 
 @contextmanager
 def _computes(folder: Path) -> Iterator[None]:
-    """Raises SetupError where transformers' own code fails."""
+    """Raise SetupError if transformers' own code fails in the block."""
     try:
         yield
     except (
@@ -175,16 +178,16 @@ def _computes(folder: Path) -> Iterator[None]:
     ) as e:
         if is_out_of_memory(e) or isinstance(e, RftError):
             raise
-        told = f"{type(e).__name__}: {e}"
+        error_text = f"{type(e).__name__}: {e}"
         raise SetupError(
-            f"{folder}: transformers itself cannot compute it: {told}.  Compare config.json with "
+            f"{folder}: transformers itself cannot compute it: {error_text}.  Compare config.json with "
             f"the weights"
         ) from e
 
 
 def rows(settings: LearnerSettings) -> list[TrainRow]:
-    """Three answers to one prompt and a row of its own, all of other lengths, with advantages of
-    both signs.
+    """Return three answers to one prompt and a separate row, of different lengths, with advantages
+    of both signs.
     """
     config = loading.config_of(
         Path(settings.model_path), trust_remote_code=False, override={}
@@ -192,7 +195,7 @@ def rows(settings: LearnerSettings) -> list[TrainRow]:
     draw = np.random.default_rng(0)
     size = int(config.vocab_size)
     prompt = draw.integers(size, size=9)
-    made = []
+    rows = []
     for begin, count, advantage in (
         (prompt, 5, 1.0),
         (prompt, 8, -0.5),
@@ -204,7 +207,7 @@ def rows(settings: LearnerSettings) -> list[TrainRow]:
         group = "0" if begin is prompt else "1"
         zeros = np.zeros(len(tokens), np.float32)
         advantages = np.full(count, advantage, np.float32)
-        made.append(
+        rows.append(
             TrainRow(
                 tokens=tokens,
                 loss_mask=mask,
@@ -214,28 +217,28 @@ def rows(settings: LearnerSettings) -> list[TrainRow]:
                 group=group,
             )
         )
-    return made
+    return rows
 
 
 def _noise(count: int) -> np.ndarray:
-    """How far the sampler's log-probs are from the policy's, so that some ratios are clipped:
-    float32 [count] in nats.
+    """Return differences of the sampler's log-probs from the policy's, so that some ratios are
+    clipped: float32 [count] in nats.
     """
     return np.random.default_rng(1).uniform(-0.4, 0.4, count).astype(np.float32)
 
 
-def _sampled(given: Sequence[TrainRow], logprobs: torch.Tensor) -> list[TrainRow]:
-    """`given` as if they were sampled by a policy near the one that gives `logprobs` [N]."""
+def _sampled(rows: Sequence[TrainRow], logprobs: torch.Tensor) -> list[TrainRow]:
+    """Return `rows` as if sampled by a policy near that of `logprobs` [N]."""
     values = logprobs.cpu().float().numpy() + _noise(len(logprobs))
-    made = []
+    sampled = []
     at = 0
-    for row in given:
+    for row in rows:
         behaviour = np.zeros(len(row.tokens), np.float32)
         count = int(row.loss_mask.sum())
         behaviour[row.loss_mask] = values[at : at + count]
-        made.append(msgspec.structs.replace(row, logprobs=behaviour))
+        sampled.append(msgspec.structs.replace(row, logprobs=behaviour))
         at += count
-    return made
+    return sampled
 
 
 # ---------------------------------------------------------------- plain transformers
@@ -243,14 +246,14 @@ def _sampled(given: Sequence[TrainRow], logprobs: torch.Tensor) -> list[TrainRow
 
 def _truth(
     settings: LearnerSettings,
-    given: Sequence[TrainRow],
+    rows: Sequence[TrainRow],
     objectives: Sequence[Objective],
     answers: Mapping[str, Sequence[Sampled]],
 ) -> tuple[Truth, dict[str, float], ModelLine]:
-    """Plain rows in float32, how far `answers` of engines are from them, and how far they are from
-    float64.
+    """Return the float32 results of separate rows, the distances of the engines' `answers` from
+    them, and a line with their distance from float64.
     """
-    # at most: each has two bytes
+    # an upper bound: each number has at least two bytes
     numbers = sum(path.stat().st_size for path in modelfiles.files(Path(settings.model_path))) // 2
     free = layer_copy.free_bytes(settings.device)
     if free < (needed := int(numbers * 12 * _SPARE)):
@@ -263,14 +266,15 @@ def _truth(
     short = f"needs {numbers * 24 * _SPARE / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
     if free >= numbers * 24 * _SPARE:
         try:
-            double = _backward(_plain(settings).double(), given, objectives)
+            double = _backward(_reference_model(settings).double(), rows, objectives)
         except RuntimeError as e:  # some models have constants of float32
             short = f"transformers cannot compute it in float64: {e}"
-    lm = _plain(settings)
-    right = _backward(lm, given, objectives)
+    lm = _reference_model(settings)
+    right = _backward(lm, rows, objectives)
     with torch.no_grad():
         apart = {
-            kind: max(_apart(lm, answer) for answer in found) for kind, found in answers.items()
+            kind: max(_apart(lm, answer) for answer in answer_rows)
+            for kind, answer_rows in answers.items()
         }
     what = "transformers, float64"
     if double is None:
@@ -278,22 +282,22 @@ def _truth(
     return right, apart, ModelLine(what=what, limit=ENGINE_LIMIT, **_differences(double, right))
 
 
-def _plain(settings: LearnerSettings) -> Any:
+def _reference_model(settings: LearnerSettings) -> Any:
     config = copy.deepcopy(
         loading.config_of(Path(settings.model_path), trust_remote_code=False, override={})
     )
-    config._experts_implementation = "eager"  # the grouped kernels know no float64
+    config._experts_implementation = "eager"  # the grouped kernels do not support float64
     lm = loading.pretrained(
         config, Path(settings.model_path), trust_remote_code=False, attn_implementation="eager"
     )
     return lm.to(settings.device).eval()
 
 
-def _backward(lm: Any, given: Sequence[TrainRow], objectives: Sequence[Objective]) -> Truth:
-    """Log-probs of `lm` row by row, and the gradients of GRPO's and SFT's losses, written out."""
-    logprobs = torch.cat([_logprobs(lm, row.tokens, row.loss_mask.nonzero()[0]) for row in given])
+def _backward(lm: Any, rows: Sequence[TrainRow], objectives: Sequence[Objective]) -> Truth:
+    """Return log-probs of `lm` row by row, and explicit gradients of GRPO's and SFT's losses."""
+    logprobs = torch.cat([_logprobs(lm, row.tokens, row.loss_mask.nonzero()[0]) for row in rows])
     advantages = torch.cat(
-        [torch.from_numpy(a) for row in given if (a := row.advantages) is not None]
+        [torch.from_numpy(a) for row in rows if (a := row.advantages) is not None]
     ).to(logprobs)
     ratio = (
         logprobs
@@ -305,28 +309,30 @@ def _backward(lm: Any, given: Sequence[TrainRow], objectives: Sequence[Objective
     gradients: dict[Objective, Mapping[str, torch.Tensor]] = {}
     names = {name: p for name, p in lm.named_parameters() if p.requires_grad}
     for objective in dict.fromkeys("grpo" if o == "lora" else o for o in objectives):
-        found = torch.autograd.grad(
+        gradient_list = torch.autograd.grad(
             losses[objective], list(names.values()), retain_graph=True, allow_unused=True
         )
-        gradients[objective] = {n: g for n, g in zip(names, found, strict=True) if g is not None}
+        gradients[objective] = {
+            n: g for n, g in zip(names, gradient_list, strict=True) if g is not None
+        }
     return Truth(logprobs.detach(), gradients)
 
 
 def _logprobs(lm: Any, tokens: Sequence[int] | np.ndarray, at: np.ndarray) -> torch.Tensor:
-    """Of the tokens of one row at the places `at`."""
+    """Return log-probs of one row's tokens at the positions `at`."""
     ids = torch.as_tensor(np.asarray(tokens), dtype=torch.int64, device=lm.device)
     where = torch.from_numpy(at).to(lm.device)
     logits = lm(input_ids=ids[None], use_cache=False).logits[0, where - 1]
-    found: torch.Tensor = (
+    logprobs: torch.Tensor = (
         logits.to(torch.promote_types(logits.dtype, torch.float32))
         .log_softmax(-1)
         .gather(1, ids[where, None])
     )
-    return found[:, 0]
+    return logprobs[:, 0]
 
 
 def _apart(lm: Any, answer: Sampled) -> float:
-    """The largest difference between an engine's log-probs and those of `lm`."""
+    """Return the largest difference between an engine's log-probs and those of `lm`."""
     tokens = [*answer.prompt, *answer.tokens]
     begin = len(answer.prompt)
     right = _logprobs(lm, tokens, np.arange(begin, len(tokens))).cpu().numpy()
@@ -337,7 +343,7 @@ def _apart(lm: Any, answer: Sampled) -> float:
 
 
 def _chosen(settings: LearnerSettings) -> tuple[str, RftError | None]:
-    """What `auto` takes, or what it is refused with."""
+    """Return the layout that `auto` selects, or its error."""
     try:
         return Learner(replace(settings, row_layout="auto")).settings.row_layout, None
     except RftError as e:
@@ -346,11 +352,11 @@ def _chosen(settings: LearnerSettings) -> tuple[str, RftError | None]:
 
 def _measured(
     settings: LearnerSettings,
-    given: Sequence[TrainRow],
+    rows: Sequence[TrainRow],
     right: Truth,
     objectives: Sequence[Objective],
 ) -> ModelLine:
-    """The trainer in the layout of `settings`."""
+    """Measure the trainer in the layout of `settings`."""
     gradients: dict[str, float] = {}
     without: dict[str, str] = {}
     logprobs = 0.0
@@ -362,13 +368,18 @@ def _measured(
         except (ConfigError, SetupError) as e:
             without[objective] = e.message if isinstance(e, ConfigError) else str(e)
             continue
-        (cut,) = plan(given, 1, Budget(how.max_token_len_per_gpu, how.row_layout))
-        micro_batches = tuple(tuple(given[i] for i in micro) for micro in cut)
+        (cut,) = plan(rows, 1, Budget(how.max_token_len_per_gpu, how.row_layout))
+        micro_batches = tuple(tuple(rows[i] for i in micro) for micro in cut)
         scored = [part["old"] for micro in learner.score(micro_batches) for part in micro]
-        mine = np.concatenate([scored[i] for i in np.argsort([i for micro in cut for i in micro])])
-        logprobs = max(logprobs, float(np.abs(mine - right.logprobs.cpu().numpy()).max()))
+        row_logprobs = np.concatenate(
+            [scored[i] for i in np.argsort([i for micro in cut for i in micro])]
+        )
+        logprobs = max(logprobs, float(np.abs(row_logprobs - right.logprobs.cpu().numpy()).max()))
         batch = RankBatch(
-            step=1, micro_batches=micro_batches, tokens=float(len(mine)), rows=float(len(given))
+            step=1,
+            micro_batches=micro_batches,
+            tokens=float(len(row_logprobs)),
+            rows=float(len(rows)),
         )
         gradients[objective] = _relative(
             _right_gradient(learner, right, objective), learner.gradient(batch)
@@ -383,54 +394,55 @@ def _measured(
 def _right_gradient(
     learner: Learner, right: Truth, objective: Objective
 ) -> Mapping[str, torch.Tensor]:
-    """That of the whole model; of W + s B A with B = 0 it is s G A^T for B and 0 for A, where G is
-    that of W.
+    """Return the reference gradient of an objective.
+
+    For LoRA, W + s B A with B = 0, it is s G A^T for B and 0 for A, where G is the gradient of W.
     """
     if objective != "lora":
         return right.gradients[objective]
-    made = {}
+    gradient = {}
     assert learner.policy.adapter is not None
     values = learner.policy.adapter.parameters()
     for name, value in values.items():
         module, side = adapter.split(name) or ("", "")
-        whole = right.gradients["grpo"].get(f"{module}.weight")
-        if side == "A" or whole is None:
-            made[name] = torch.zeros_like(value)
+        full_gradient = right.gradients["grpo"].get(f"{module}.weight")
+        if side == "A" or full_gradient is None:
+            gradient[name] = torch.zeros_like(value)
         else:
-            made[name] = (
+            gradient[name] = (
                 learner.policy.adapter.form.scale
-                * whole
+                * full_gradient
                 @ values[adapter.key(module, "A")].detach().t()
             )
-    return made
+    return gradient
 
 
 def _differences(a: Truth, b: Truth) -> dict[str, Any]:
     gradients = {
-        objective: _relative(found, b.gradients[objective])
-        for objective, found in a.gradients.items()
+        objective: _relative(gradients, b.gradients[objective])
+        for objective, gradients in a.gradients.items()
     }
     return {"logprobs": float((a.logprobs - b.logprobs).abs().max()), "gradients": gradients}
 
 
-def _relative(right: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor]) -> float:
-    """The length of the difference of two gradients, relative to that of `right`; what one of them
-    lacks is 0.
+def _relative(right: Mapping[str, torch.Tensor], measured: Mapping[str, torch.Tensor]) -> float:
+    """Return the length of the difference of two gradients relative to that of `right`; a missing
+    tensor counts as 0.
     """
-    off = whole = 0.0
+    off = total = 0.0
     for name, g in right.items():
         g = g.double()
-        other = mine[name].to(g) if name in mine else torch.zeros_like(g)
+        other = measured[name].to(g) if name in measured else torch.zeros_like(g)
         off = off + float((other - g).square().sum())
-        whole = whole + float(g.square().sum())
-    return math.sqrt(off / whole if whole else off)
+        total = total + float(g.square().sum())
+    return math.sqrt(off / total if total else off)
 
 
 # ---------------------------------------------------------------- engines
 
 
 def _answers(kind: str, device: str, folder: Path, aside: Path) -> Served | str:
-    """What an engine generates before and after a weight sync, or why it does not."""
+    """Return an engine's results before and after a weight sync, or the reason for a failure."""
     for line in machine.checked(
         kind, device, folder, aside, module="rft.extras.doctor.model_engine", deadline_s=_DEADLINE_S
     ):
@@ -440,10 +452,10 @@ def _answers(kind: str, device: str, folder: Path, aside: Path) -> Served | str:
 
 
 def _cause(printed: Path) -> str:
-    """The last error that an engine's own processes have printed."""
-    found = (
+    """Return the last error that an engine's own processes printed."""
+    errors = (
         re.findall(r"\] (\w+(?:Error|Exception): .+)$", printed.read_text("utf-8", "replace"), re.M)
         if printed.exists()
         else []
     )
-    return next((text for text in reversed(found) if not text.startswith("EngineDead")), "")
+    return next((text for text in reversed(errors) if not text.startswith("EngineDead")), "")

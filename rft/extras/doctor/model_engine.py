@@ -1,10 +1,9 @@
-"""One engine of `rft doctor --model`, in a process of its own: KIND DEVICE MODEL RANK WORLD FOLDER.
+"""One engine of `rft doctor --model`, in a separate process: KIND DEVICE MODEL RANK WORLD FOLDER.
 
-A trainer beside it publishes two versions in float32, as a run does: the model's weights, then all
-of them a little changed.  The engine verifies, probes and serves each, and the canary compares it
-with the trainer.  What it sampled with the first one is written to FOLDER, beside a line that says
-whether all of it held.  Knows engines, the trainer and weight updates; compares nothing with
-transformers.
+A trainer publishes two versions in float32, as in a run: the model's weights, then all weights
+slightly changed.  The engine verifies, probes and serves each version, and the canary compares it
+with the trainer.  The samples of the first version are written to FOLDER, and a line reports
+success.  Knows engines, the trainer and weight updates; compares nothing with transformers.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ from msgspec import Struct
 
 from rft.extras.doctor import machine_checks
 from rft.extras.doctor.check_line import TRANSPORTS, Line
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import FixedSync, SyncRuntime
 from rft.trainer.settings import LearnerSettings
 from rft.types.modelfiles import vocab_size
 
 if TYPE_CHECKING:
-    from rft.trainer.learner import Learner
+    from rft.trainer.loop.learner import Learner
 
 ANSWERS = "answers.json"
 _PROMPTS = (4, 9, 17)
 _TOKENS = 16
-_SHAKEN = 0.02  # by how much of its size a weight changes from one version to the next
+_SHAKEN = 0.02  # relative change of a weight between the versions
 _TIMEOUT_S = 120.0
 
 
 class Sampled(Struct, frozen=True, kw_only=True):
-    """One prompt and what the engine sampled after it, with its log-probs."""
+    """A prompt and the engine's sampled tokens, with their log-probs."""
 
     prompt: list[int]
     tokens: list[int]
@@ -46,7 +45,7 @@ class Sampled(Struct, frozen=True, kw_only=True):
 
 
 class Served(Struct, frozen=True, kw_only=True):
-    """What an engine sampled with the model's weights, and the canary's largest difference of each
+    """An engine's samples with the model's weights, and the canary's largest difference of each
     version, in nats.
     """
 
@@ -57,7 +56,7 @@ class Served(Struct, frozen=True, kw_only=True):
 def serves(
     kind: str, device: str, model: str, rank: int, world: int, folder: Path
 ) -> Iterator[Line]:
-    """Writes the answers."""
+    """Run the engine and write its answers."""
     logging.disable(logging.ERROR)
     served = asyncio.run(_served(kind, device, model, folder))
     (folder / f"{kind}.{ANSWERS}").write_bytes(msgspec.json.encode(served))
@@ -68,10 +67,11 @@ CHECKS: dict[str, machine_checks.Check] = {kind: partial(serves, kind) for kind 
 
 
 async def _served(kind: str, device: str, model: str, folder: Path) -> Served:
-    from rft.trainer.ranks import Ranks
+    from rft.trainer.loop.ranks import Ranks
 
     settings = LearnerSettings(model_path=model, device=device, row_layout="padded")
-    sync = SyncSettings(timeout_s=_TIMEOUT_S, retries=0)
+    config = FixedSync(sync_timeout=_TIMEOUT_S)
+    runtime = SyncRuntime(retries=0)
     sampled: list[Sampled] = []
     async with machine_checks.engine_and_learner(kind, settings) as (engine, learner):
         ranks = Ranks(learner)
@@ -88,7 +88,7 @@ async def _served(kind: str, device: str, model: str, folder: Path) -> Served:
             await ranks.aside(_shake, learner)
 
         first, second, _ = await machine_checks.two_versions(
-            engine, ranks, sync, 1, folder, sample_and_shake
+            engine, ranks, config, runtime, 1, folder, sample_and_shake
         )
     return Served(sampled=sampled, canary=[first, second])
 
@@ -105,7 +105,7 @@ async def _answer(engine: Any, prompt: list[int]) -> Sampled:
 
 
 def _shake(learner: Learner) -> None:
-    """Change every weight, as a step would."""
+    """Change every weight, like a train step."""
     import torch
 
     with torch.no_grad():

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from rft.cli.options import Json, PluginDirs, one_of, planned, task_of, tasksets
+from rft.cli.options import Json, PluginDirs, one_of, option, planned, task_of, tasksets
 from rft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,99 +34,100 @@ PAGE = 256  # experiences whose payload is read at once
 judge = typer.Typer(no_args_is_help=True, callback=lambda: None)
 
 
+Answers = Annotated[Path, option("--input", "-i", help="parquet, jsonl, json or csv with answers")]
+ConfigFile = Annotated[
+    Path | None,
+    option("--config", "-c", help="the YAML file whose taskset says how a row is scored"),
+]
+TasksetName = Annotated[
+    str | None, option(help="which one of its tasksets; default: the only one to train on")
+]
+PromptKey = Annotated[
+    str | None, option(help="column of prompts; default: the taskset's, else prompt")
+]
+ResponseKey = Annotated[str, typer.Option(help="column with an answer or a list of answers")]
+TruthKey = Annotated[
+    str | None,
+    option(help="column of reference answers; default: the taskset's, else reward_model"),
+]
+
+
 def bench(
-    stored: Annotated[
-        Path,
-        typer.Option(
-            "--input", "-i", help="parquet, jsonl, json or csv with answers", show_default=False
-        ),
-    ],
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            "-c",
-            help="the YAML file whose taskset says how a row is scored",
-            show_default=False,
-        ),
-    ] = None,
-    taskset: Annotated[
-        str | None,
-        typer.Option(help="which one of its tasksets; default: the only one", show_default=False),
-    ] = None,
-    prompt_key: Annotated[
-        str | None,
-        typer.Option(
-            help="column of prompts; default: the taskset's, else prompt", show_default=False
-        ),
-    ] = None,
-    response_key: Annotated[
-        str, typer.Option(help="column with an answer or a list of answers")
-    ] = "responses",
+    stored: Answers,
+    config: ConfigFile = None,
+    taskset: TasksetName = None,
+    prompt_key: PromptKey = None,
+    response_key: ResponseKey = "responses",
     group_key: Annotated[
         str, typer.Option(help="column by which results are split")
     ] = "data_source",
-    truth_key: Annotated[
-        str | None,
-        typer.Option(
-            help="column of reference answers; default: the taskset's, else reward_model",
-            show_default=False,
-        ),
-    ] = None,
+    truth_key: TruthKey = None,
     reward_fn: Annotated[
         str | None,
-        typer.Option(
-            help="name of a reward, or file.py:function; default: the taskset's", show_default=False
-        ),
+        option(help="name of a reward, or file.py:function; default: the taskset's"),
     ] = None,
     plugin_dir: PluginDirs = None,
     as_json: Json = False,
 ) -> None:
     """Score stored answers with a taskset's reward, split by source."""
-    from rft.cli.show import table
     from rft.explorer.stored import summary
-    from rft.plugins import load_all
     from rft.taskset.open_source import open_taskset
-    from rft.taskset.settings import TasksetSettings
 
     plan = planned(config, plugin_dirs=plugin_dir) if config is not None else None
+    settings = _for_file(
+        _settings(plan, taskset, reward_fn, plugin_dir),
+        stored,
+        prompt_key,
+        truth_key,
+        reward_fn,
+        is_verdict=config is not None,
+    )
+    scored = asyncio.run(_scored(plan, open_taskset(settings), response_key, group_key))
+    sources = summary(scored)
+    unscored = next((r.reason for r in scored if r.reason), "")
+    if as_json:
+        answer = {
+            "input": str(stored),
+            "reward": settings.reward,
+            "sources": sources,
+            "unscored": unscored,
+        }
+        print(json.dumps(answer, indent=1))
+    else:
+        _print_sources(sources, unscored)
+
+
+def _settings(
+    plan: Plan | None, taskset: str | None, reward_fn: str | None, plugin_dir: list[str] | None
+) -> TasksetSettings:
+    """Return the plan's taskset of that name; without a plan, one that has only a reward."""
+    from rft.plugins import load_all
+    from rft.taskset.settings import TasksetSettings
+
     if plan is not None:
-        found = tasksets(plan)
-        settings = found[
-            one_of(
-                next(iter(found)) if taskset is None and len(found) == 1 else taskset,
-                list(found),
-                "--taskset",
-            )
-        ]
-    elif reward_fn is None:
+        by_name = tasksets(plan)
+        only = next(iter(by_name)) if taskset is None and len(by_name) == 1 else taskset
+        return by_name[one_of(only, list(by_name), "--taskset")]
+    if reward_fn is None:
         raise ConfigError(
             "name the reward with --reward-fn, or a configuration with --config", key="--reward-fn"
         )
-    else:
-        load_all(plugin_dir or ())
-        settings = TasksetSettings(name="stored", path="", workflow="simple_workflow")
-    settings = _for_file(settings, stored, prompt_key, truth_key, reward_fn, own=config is not None)
-    opened = open_taskset(settings)
-    scored = asyncio.run(_scored(plan, opened, response_key, group_key))
-    told = summary(scored)
-    why = next((r.why for r in scored if r.why), "")
-    if as_json:
-        print(
-            json.dumps(
-                {"input": str(stored), "reward": settings.reward, "sources": told, "unscored": why},
-                indent=1,
-            )
-        )
-        return
-    names = list(dict.fromkeys(name for values in told.values() for name in values))
+    load_all(plugin_dir or ())
+    return TasksetSettings(name="stored", path="", workflow="simple_workflow")
+
+
+def _print_sources(sources: dict[str, dict[str, float]], unscored: str) -> None:
+    from rft.cli.show import table
+    from rft.secrets import safe
+
+    names = list(dict.fromkeys(name for values in sources.values() for name in values))
     rows = [
         [source, *(_count(name, values.get(name)) for name in names)]
-        for source, values in told.items()
+        for source, values in sources.items()
     ]
     print(*table(["source", *names], rows, [False, *([True] * len(names))]), sep="\n")
-    if why:
-        print(f"not scored, the first one: {why}")
+    if unscored:
+        print(f"not scored, the first one: {safe(unscored)}")
 
 
 async def _scored(
@@ -165,7 +166,7 @@ def _for_file(
     truth_key: str | None,
     reward_fn: str | None,
     *,
-    own: bool,
+    is_verdict: bool,
 ) -> TasksetSettings:
     """The taskset over the rows of `stored`.  A column that holds messages, or {ground_truth}, is
     read as what it is.
@@ -179,7 +180,6 @@ def _for_file(
         settings,
         path=str(stored.absolute()),
         storage_type="file",
-        reader_path=None,
         max_rows=None,
         prompt_limit=None,
     )
@@ -194,7 +194,7 @@ def _for_file(
         raise ConfigError("has no rows", key="--input", given=str(stored))
     first = rows[0]
     changes: dict[str, Any] = {}
-    if prompt_key is not None or not own:
+    if prompt_key is not None or not is_verdict:
         key = prompt_key or "prompt"  # this and the next of veRL's data
         messages = isinstance(lookup(first, key), list)
         changes |= {
@@ -202,7 +202,7 @@ def _for_file(
             "messages_key": key,
             "prompt_type": "messages" if messages else "plaintext",
         }
-    if truth_key is not None or not own:
+    if truth_key is not None or not is_verdict:
         key = truth_key or "reward_model"
         if truth_key is None and key not in first:
             raise ConfigError(
@@ -226,56 +226,27 @@ def _count(name: str, value: float | None) -> str:
 def report(
     config: Annotated[
         Path,
-        typer.Option(
-            "--config",
-            "-c",
-            help="the YAML file whose taskset names the judge, and its models",
-            show_default=False,
+        option(
+            "--config", "-c", help="the YAML file whose taskset names the judge, and its models"
         ),
     ],
     stored: Annotated[
         Path | None,
-        typer.Option(
-            "--input",
-            "-i",
-            help="parquet, jsonl, json or csv with answers and labels",
-            show_default=False,
-        ),
+        option("--input", "-i", help="parquet, jsonl, json or csv with answers and labels"),
     ] = None,
     run: Annotated[
         Path | None,
-        typer.Option(
-            help="folder of a run instead: its answers and scores, by weight version",
-            show_default=False,
-        ),
+        option(help="folder of a run instead: its answers and scores, by weight version"),
     ] = None,
-    taskset: Annotated[
-        str | None,
-        typer.Option(
-            help="which one of its tasksets; default: the only one to train on", show_default=False
-        ),
-    ] = None,
-    prompt_key: Annotated[
-        str | None,
-        typer.Option(help="column of prompts; default: the taskset's", show_default=False),
-    ] = None,
-    response_key: Annotated[
-        str, typer.Option(help="column with an answer or a list of answers")
-    ] = "response",
+    taskset: TasksetName = None,
+    prompt_key: PromptKey = None,
+    response_key: ResponseKey = "response",
     label_key: Annotated[
         str, typer.Option(help="column with a label, or a list of labels, one for each answer")
     ] = "label",
-    truth_key: Annotated[
-        str | None,
-        typer.Option(
-            help="column of reference answers; default: the taskset's", show_default=False
-        ),
-    ] = None,
+    truth_key: TruthKey = None,
     gold: Annotated[
-        str | None,
-        typer.Option(
-            help="a reward whose value is the label, e.g. math_reward", show_default=False
-        ),
+        str | None, option(help="a reward whose value is the label, e.g. math_reward")
     ] = None,
     repeats: Annotated[
         int | None,
@@ -289,18 +260,12 @@ def report(
     threshold: Annotated[float, typer.Option(help="a score from here on is a good verdict")] = 0.5,
     label_threshold: Annotated[
         float | None,
-        typer.Option(
-            help="a label from here on is good; default: the middle of their range",
-            show_default=False,
-        ),
+        option(help="a label from here on is good; default: the middle of their range"),
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="at most this many answers", show_default=False)
     ] = None,
-    to: Annotated[
-        Path | None,
-        typer.Option(help="also write the JSON object to this file", show_default=False),
-    ] = None,
+    to: Annotated[Path | None, option(help="also write the JSON object to this file")] = None,
     plugin_dir: PluginDirs = None,
     as_json: Json = False,
 ) -> None:
@@ -315,12 +280,12 @@ def report(
     opened = _taskset(plan, taskset, stored, prompt_key, truth_key)
     rows = _answers(run, opened, response_key, None if gold is not None else label_key, limit)
     repeats = int(run is None) if repeats is None else repeats
-    told = asyncio.run(_report(plan, rows, repeats, gold, threshold, label_threshold))
-    told = {"judge": rows[0][0].reward, "source": str(stored or run), **told}
-    text = json.dumps(told, indent=1)
+    figures = asyncio.run(_report(plan, rows, repeats, gold, threshold, label_threshold))
+    figures = {"judge": rows[0][0].reward, "source": str(stored or run), **figures}
+    text = json.dumps(figures, indent=1)
     if to is not None:
         to.write_text(text + "\n", encoding="utf-8")
-    print(text if as_json else _table(told))
+    print(text if as_json else _table(figures))
 
 
 def _taskset(
@@ -328,19 +293,19 @@ def _taskset(
 ) -> Taskset:
     from rft.taskset.open_source import open_taskset
 
-    found = tasksets(plan)
+    by_name = tasksets(plan)
     train = plan.explorer.tasksets
     name = one_of(
-        train[0].name if name is None and len(train) == 1 else name, list(found), "--taskset"
+        train[0].name if name is None and len(train) == 1 else name, list(by_name), "--taskset"
     )
-    settings = found[name]
+    settings = by_name[name]
     if settings.reward is None:
         raise ConfigError(
             "names no reward; write default_reward_fn_type: NAME_OF_THE_JUDGE",
             key=f"taskset {name}",
         )
     if stored is not None:
-        settings = _for_file(settings, stored, prompt_key, truth_key, None, own=True)
+        settings = _for_file(settings, stored, prompt_key, truth_key, None, is_verdict=True)
         settings = replace(settings, format=replace(settings.format, reward_fn_key=""))
     return open_taskset(settings)
 
@@ -368,8 +333,8 @@ def _of_file(
     for task in map(opened.task, range(len(opened))):
         answers = lookup(task.row, response_key)
         labels = lookup(task.row, label_key) if label_key else None
-        for key, given in ((response_key, answers), (label_key, labels)):
-            if given is ABSENT:
+        for key, file_rows in ((response_key, answers), (label_key, labels)):
+            if file_rows is ABSENT:
                 raise ConfigError(
                     f"row {task.index} has no column {key!r}; it has {', '.join(task.row)}",
                     key="--input",
@@ -401,16 +366,16 @@ def _of_run(run: Path, opened: Taskset, limit: int | None) -> list[Any]:
     )
     with open_run(run) as questions:
         with questions.ask(question) as answer:
-            found = [r for r in answer.rows if r[1] == opened.settings.name]
+            matching = [r for r in answer.rows if r[1] == opened.settings.name]
         tell_changed(questions, opened)
-        found = evenly(found, limit)
+        matching = evenly(matching, limit)
         texts = {
             id: str(x.messages[-1].get("content") or "")
-            for id, x in payloads(questions, [r[0] for r in found])
+            for id, x in payloads(questions, [r[0] for r in matching])
         }
     return [
         (task_of(opened, index, "--run"), texts[id], None, reward, step)
-        for id, _, index, reward, step in found
+        for id, _, index, reward, step in matching
     ]
 
 
@@ -431,12 +396,12 @@ def tell_changed(questions: Questions, opened: Taskset) -> None:
         )
 
 
-def evenly(found: list[T], most: int | None) -> list[T]:
+def evenly(items: list[T], most: int | None) -> list[T]:
     """At most `most` of them, spread over all; None and 0: all."""
     return (
-        found
-        if not most or len(found) <= most
-        else [found[i * len(found) // most] for i in range(most)]
+        items
+        if not most or len(items) <= most
+        else [items[i * len(items) // most] for i in range(most)]
     )
 
 
@@ -465,27 +430,27 @@ async def _report(
     before = dict(judge_metrics.counts())
     async with auxiliary_models(plan) as models:
         if repeats:
-            values = await _asked(
+            values = await _scores_of(
                 build(str(task.reward), task.reward_args), models, answers, repeats
             )
         if gold is not None:
-            labels = [v for (v,) in await _asked(build(gold, {}), models, answers, 1)]
+            labels = [v for (v,) in await _scores_of(build(gold, {}), models, answers, 1)]
     counted: dict[str, float] = {}
     for name, value in judge_metrics.counts().items():
         judge, _, what = name.rpartition("/")
         if value != before.get(name, 0.0) and f"{judge}/latency" != name:
             counted[what] = counted.get(what, 0.0) + value - before.get(name, 0.0)
-    told = [
+    labelled = [
         judge_eval.Labelled(len(r[1]), v, label, r[4])
         for r, v, label in zip(rows, values, labels, strict=True)
     ]
-    found = judge_eval.report(
-        told, threshold=threshold, label_threshold=label_threshold, counted=counted
+    figures = judge_eval.report(
+        labelled, threshold=threshold, label_threshold=label_threshold, counted=counted
     )
-    return {**found, "repeats": repeats, "asked": counted}
+    return {**figures, "repeats": repeats, "asked": counted}
 
 
-async def _asked(
+async def _scores_of(
     reward: Any, models: Any, answers: list[Any], repeats: int
 ) -> list[tuple[float | None, ...]]:
     from rft.extras.judge_lab.judge_eval import scores
@@ -517,12 +482,12 @@ _SHOWN = (
 )
 
 
-def _table(told: dict[str, Any]) -> str:
-    lines = [f"{told['judge']} on {told['source']}"]
-    lines += [f"{says.ljust(32)}{_number(told[name]):>10}" for name, says in _SHOWN]
-    if asked := told["asked"]:
-        lines.append(", ".join(f"{name} {value:g}" for name, value in asked.items()))
-    if drift := told["drift"]:
+def _table(figures: dict[str, Any]) -> str:
+    lines = [f"{figures['judge']} on {figures['source']}"]
+    lines += [f"{label.ljust(32)}{_number(figures[name]):>10}" for name, label in _SHOWN]
+    if calls := figures["asked"]:
+        lines.append(", ".join(f"{name} {value:g}" for name, value in calls.items()))
+    if drift := figures["drift"]:
         names = list(drift[0])
         cells = [names, *([_number(row[n]) for n in names] for row in drift)]
         lines += [

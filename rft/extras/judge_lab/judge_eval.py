@@ -78,14 +78,14 @@ async def scores(
         REPEAT.set(repeat)  # this task's own context
         task = group[0][0]
         async with room:
-            found = await scored_or_not(
+            scores = await scored_or_not(
                 reward, task, [transcript(task, text) for _, text in group], timeout_s
             )
-        if (e := next((s for s in found if isinstance(s, Exception)), None)) is not None:
+        if (e := next((s for s in scores if isinstance(s, Exception)), None)) is not None:
             log.warning(
                 "row %d of %s is unscored: %s: %s", task.index, task.taskset, type(e).__name__, e
             )
-        return [s.value if isinstance(s, Score) else None for s in found]
+        return [s.value if isinstance(s, Score) else None for s in scores]
 
     columns = []
     for repeat in range(repeats):
@@ -132,10 +132,10 @@ def agreement(rows: Sequence[Labelled], threshold: float, middle: float) -> dict
     if not both:
         return dict.fromkeys(PARTS)
     values, labels, lengths = (np.array(c) for c in zip(*both, strict=True))
-    said = values >= threshold
+    accepted = values >= threshold
     true = labels >= middle
-    same = float(np.mean(said == true))
-    chance = float(said.mean() * true.mean() + (1 - said.mean()) * (1 - true.mean()))
+    same = float(np.mean(accepted == true))
+    chance = float(accepted.mean() * true.mean() + (1 - accepted.mean()) * (1 - true.mean()))
     return {
         "accuracy": same,
         "kappa": None if chance >= 1 else (same - chance) / (1 - chance),
@@ -166,17 +166,17 @@ def drift(rows: Sequence[Labelled], threshold: float, middle: float | None) -> l
     return [
         {
             "step": step,
-            "answers": len(found),
-            "unscored": sum(_first(r) is None for r in found),
-            "mean_score": _mean([v for r in found if (v := _first(r)) is not None]),
-            "mean_label": _mean([r.label for r in found if r.label is not None]),
-            "mean_length": fmean(r.length for r in found),
+            "answers": len(step_rows),
+            "unscored": sum(_first(r) is None for r in step_rows),
+            "mean_score": _mean([v for r in step_rows if (v := _first(r)) is not None]),
+            "mean_label": _mean([r.label for r in step_rows if r.label is not None]),
+            "mean_length": fmean(r.length for r in step_rows),
             **{
-                n: (agreement(found, threshold, middle)[n] if middle is not None else None)
+                n: (agreement(step_rows, threshold, middle)[n] if middle is not None else None)
                 for n in ("accuracy", "bias")
             },
         }
-        for step, found in sorted(steps.items())
+        for step, step_rows in sorted(steps.items())
     ]
 
 
@@ -203,8 +203,8 @@ def number(label: object) -> float:
     """
     word: Any = label.strip().lower() if isinstance(label, str) else label
     with suppress(TypeError, ValueError):
-        if math.isfinite(found := float(_WORDS.get(word, word))):
-            return found
+        if math.isfinite(value := float(_WORDS.get(word, word))):
+            return value
     raise ConfigError(
         f"{label!r:.60} is no label; use a number, or {', '.join(_WORDS)}",
         key="--label-key",

@@ -9,12 +9,13 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rft.cli.options import Json, PluginDirs, RunDir, planned, task_of, tasksets
+from rft.cli.options import Json, PluginDirs, RunDir, option, planned, task_of, tasksets
 from rft.errors import ConfigError
+from rft.extras.judge_lab.judge_command import auxiliary_models
 
 if TYPE_CHECKING:
     from rft.config.plan import Plan
@@ -23,31 +24,16 @@ if TYPE_CHECKING:
 
 def replay(
     run: RunDir,
-    reward: Annotated[
-        str,
-        typer.Option(
-            help="name of a reward, pkg.module:Name or path/file.py:Name", show_default=False
-        ),
-    ],
-    reward_args: Annotated[
-        str, typer.Option(help="its arguments, as JSON", show_default=False)
-    ] = "{}",
+    reward: Annotated[str, option(help="name of a reward, pkg.module:Name or path/file.py:Name")],
+    reward_args: Annotated[str, option(help="its arguments, as JSON")] = "{}",
     config: Annotated[
         Path | None,
-        typer.Option(
-            "--config",
-            "-c",
-            help="YAML file of tasksets and judges; default: the run's own",
-            show_default=False,
-        ),
+        option("--config", "-c", help="YAML file of tasksets and judges; default: the run's own"),
     ] = None,
     overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="key.path=value; repeatable", show_default=False),
+        list[str] | None, option("--set", help="key.path=value; repeatable")
     ] = None,
-    where: Annotated[
-        str, typer.Option(help="SQL condition on the columns of v_experiences", show_default=False)
-    ] = "",
+    where: Annotated[str, option(help="SQL condition on the columns of v_experiences")] = "",
     step: Annotated[
         int | None,
         typer.Option(min=1, help="only runs that this train step used", show_default=False),
@@ -56,17 +42,13 @@ def replay(
         int, typer.Option("-n", "--limit", min=0, help="groups at most, evenly spread; 0: all")
     ] = 0,
     to: Annotated[
-        Path | None,
-        typer.Option(
-            help="new .jsonl file for every answer, old and new reward", show_default=False
-        ),
+        Path | None, option(help="new .jsonl file for every answer, old and new reward")
     ] = None,
     plugin_dir: PluginDirs = None,
     as_json: Json = False,
 ) -> None:
     """Score stored rollouts with another reward, and show old against new."""
-    from rft.cli.show import progress
-    from rft.extras.judge_lab.rescore import rescore, summary
+    from rft.extras.judge_lab.rescore import summary
     from rft.files.disk import write_whole
     from rft.reward.build_reward import build
     from rft.secrets import learn_environment
@@ -78,6 +60,30 @@ def replay(
             key="--to",
             given=str(to),
         )
+    plan = planned(_config_file(run, config), overrides, plugin_dir)
+    try:
+        args = dict(json.loads(reward_args))
+    except (ValueError, TypeError) as e:
+        raise ConfigError(
+            f"is no JSON object: {e}", key="--reward-args", given=reward_args
+        ) from None
+    built = build(reward, args, key="--reward-args")
+    stored = _stored(run, plan, where, step, limit)
+    if not stored:
+        raise ConfigError("no rollout matches", key="--where" if where or step else "RUN")
+    rescored = asyncio.run(_rescore(plan, stored, built))
+    if to is not None:
+        lines = "".join(json.dumps(vars(r), ensure_ascii=False) + "\n" for r in rescored)
+        # half characters stay what they are in JSON
+        write_whole(to, lines.encode("utf-8", "backslashreplace"))
+    by_taskset = summary(rescored)
+    if as_json:
+        print(json.dumps({"run": str(run), "reward": reward, "tasksets": by_taskset}, indent=1))
+    else:
+        _show(rescored, by_taskset, to)
+
+
+def _config_file(run: Path, config: Path | None) -> Path:
     file = config or run / "config.resolved.yaml"
     if not file.is_file():
         raise ConfigError(
@@ -85,42 +91,23 @@ def replay(
             key="RUN",
             given=str(run),
         )
-    plan = planned(file, overrides, plugin_dir)
-    try:
-        args = dict(json.loads(reward_args))
-    except (ValueError, TypeError) as e:
-        raise ConfigError(
-            f"is no JSON object: {e}", key="--reward-args", given=reward_args
-        ) from None
-    made = build(reward, args, key="--reward-args")
-    stored = _stored(run, plan, where, step, limit)
-    tell = progress()
-    if not stored:
-        raise ConfigError("no rollout matches", key="--where" if where or step else "RUN")
+    return file
 
-    async def score() -> list[Rescored]:
-        from rft.extras.judge_lab.judge_command import auxiliary_models
 
-        async with auxiliary_models(plan) as models:
-            return await rescore(
-                stored,
-                made,
-                models=models,
-                timeout_s=plan.explorer.max_timeout_s,
-                max_concurrent=plan.explorer.max_concurrent_runs,
-                told=lambda n: tell(f"scored {n} of {len(stored)}"),
-            )
+async def _rescore(plan: Plan, stored: list[StoredAnswer], reward: Any) -> list[Rescored]:
+    from rft.cli.show import progress
+    from rft.extras.judge_lab.rescore import rescore
 
-    found = asyncio.run(score())
-    if to is not None:
-        lines = "".join(json.dumps(vars(r), ensure_ascii=False) + "\n" for r in found)
-        # half characters stay what they are in JSON
-        write_whole(to, lines.encode("utf-8", "backslashreplace"))
-    told = summary(found)
-    if as_json:
-        print(json.dumps({"run": str(run), "reward": reward, "tasksets": told}, indent=1))
-    else:
-        _show(found, told, to)
+    report_progress = progress()
+    async with auxiliary_models(plan) as models:
+        return await rescore(
+            stored,
+            reward,
+            models=models,
+            timeout_s=plan.explorer.max_timeout_s,
+            max_concurrent=plan.explorer.max_concurrent_runs,
+            progress=lambda n: report_progress(f"scored {n} of {len(stored)}"),
+        )
 
 
 def _stored(run: Path, plan: Plan, where: str, step: int | None, limit: int) -> list[StoredAnswer]:
@@ -132,7 +119,7 @@ def _stored(run: Path, plan: Plan, where: str, step: int | None, limit: int) -> 
     from rft.extras.judge_lab.rescore import StoredAnswer
     from rft.taskset.open_source import open_taskset
 
-    known = {name: open_taskset(settings) for name, settings in tasksets(plan).items()}
+    opened = {name: open_taskset(settings) for name, settings in tasksets(plan).items()}
     condition = f"({where.strip() or '1 = 1'}\n)" + (f" AND used_step = {step:d}" if step else "")
     question = (
         "SELECT id, group_id, taskset, task_index, reward FROM v_experiences WHERE status <> "
@@ -145,27 +132,30 @@ def _stored(run: Path, plan: Plan, where: str, step: int | None, limit: int) -> 
             rows = list(answer.rows)
         chosen = set(evenly(list(dict.fromkeys(r[1] for r in rows)), limit))
         rows = [r for r in rows if r[1] in chosen]
-        if missing := sorted({r[2] for r in rows} - known.keys()):
+        if missing := sorted({r[2] for r in rows} - opened.keys()):
             raise ConfigError(
                 f"the configuration has no taskset {missing[0]!r}, which rows of the run belong to",
                 key="--config",
             )
         for name in sorted({r[2] for r in rows}):
-            tell_changed(questions, known[name])
+            tell_changed(questions, opened[name])
         payload = dict(payloads(questions, [r[0] for r in rows]))
     return [
-        StoredAnswer(task_of(known[name], index, "--config"), group, payload[id], old)
+        StoredAnswer(task_of(opened[name], index, "--config"), group, payload[id], old)
         for id, group, name, index, old in rows
     ]
 
 
-def _show(found: Sequence[Rescored], told: dict[str, dict[str, float]], to: Path | None) -> None:
+def _show(
+    rescored: Sequence[Rescored], by_taskset: dict[str, dict[str, float]], to: Path | None
+) -> None:
     from rft.cli.show import table
+    from rft.secrets import safe
 
-    names = list(dict.fromkeys(n for values in told.values() for n in values))
+    names = list(dict.fromkeys(n for values in by_taskset.values() for n in values))
     rows = [
         [taskset, *("" if n not in values else f"{values[n]:.4g}" for n in names)]
-        for taskset, values in told.items()
+        for taskset, values in by_taskset.items()
     ]
     print(
         "\n".join(
@@ -177,14 +167,14 @@ def _show(found: Sequence[Rescored], told: dict[str, dict[str, float]], to: Path
         )
     )
     apart = sorted(
-        (r for r in found if r.old is not None and r.new is not None),
+        (r for r in rescored if r.old is not None and r.new is not None),
         key=lambda r: -abs((r.new or 0.0) - (r.old or 0.0)),
     )
     if apart and apart[0].old != apart[0].new:
         print("\nfurthest apart")
         cells = [[r.id, f"{r.old:.4g}", f"{r.new:.4g}", r.answer] for r in apart[:8]]
         print("\n".join(table(("row", "old", "new", "answer"), cells, (False, True, True))))
-    if why := next((f"{r.id}: {r.why}" for r in found if r.new is None), ""):
-        print(f"\nnot scored, the first one: {why}")
+    if first_reason := next((f"{r.id}: {r.reason}" for r in rescored if r.new is None), ""):
+        print(f"\nnot scored, the first one: {safe(first_reason)}")
     if to is not None:
-        print(f"\n{to}  {len(found)} answers")
+        print(f"\n{to}  {len(rescored)} answers")

@@ -37,7 +37,7 @@ class StoredAnswer:
 
 @dataclass(frozen=True)
 class Rescored:
-    """Old and new reward of one run; `new` None: it could not be scored, `why` says so."""
+    """Old and new reward of one run; `new` None: it could not be scored, `reason` says so."""
 
     id: str
     taskset: str
@@ -46,7 +46,7 @@ class Rescored:
     old: float | None
     new: float | None
     parts: dict[str, float] = field(default_factory=dict)
-    why: str = ""
+    reason: str = ""
 
 
 async def rescore(
@@ -56,10 +56,10 @@ async def rescore(
     models: Mapping[str, ChatModel],
     timeout_s: float,
     max_concurrent: int,
-    told: Callable[[int], None] = lambda n: None,
+    progress: Callable[[int], None] = lambda n: None,
 ) -> list[Rescored]:
     """In the order of `rows`, which has groups, and in them runs, together; a run is scored whole.
-    `told` hears how many are done.
+    `progress` is called with the number of scored runs.
 
     Raises RftError (a model is gone, a budget is used up): what was scored until then is lost, but
     for what judges keep in their cache.
@@ -67,14 +67,16 @@ async def rescore(
     room = asyncio.Semaphore(max_concurrent)
     done = 0
 
-    async def one(runs: list[list[StoredAnswer]]) -> list[Rescored]:
+    async def rescore_group(runs: list[list[StoredAnswer]]) -> list[Rescored]:
         nonlocal done
         async with room:
-            said = [joined([transcript_of(s.experience, s.task) for s in run]) for run in runs]
-            found = await scored_or_not(reward, runs[0][0].task, said, timeout_s)
+            transcripts = [
+                joined([transcript_of(s.experience, s.task) for s in run]) for run in runs
+            ]
+            found = await scored_or_not(reward, runs[0][0].task, transcripts, timeout_s)
         done += sum(map(len, runs))
-        told(done)
-        return [_beside(s, r) for run, r in zip(runs, found, strict=True) for s in run]
+        progress(done)
+        return [_rescored(s, r) for run, r in zip(runs, found, strict=True) for s in run]
 
     # each run alone, except for a reward that sees a group
     runs = [list(rows) for _, rows in groupby(rows, key=lambda s: (s.group, s.experience.id.run))]
@@ -85,14 +87,14 @@ async def rescore(
     )
     try:
         await hook(reward.prepare, models)
-        return [r for part in await asyncio.gather(*map(one, groups)) for r in part]
+        return [r for part in await asyncio.gather(*map(rescore_group, groups)) for r in part]
     finally:
         await hook(reward.close)
         await asyncio.to_thread(job_pool.close_all)
 
 
-def _beside(s: StoredAnswer, result: Score | Exception) -> Rescored:
-    made = (
+def _rescored(s: StoredAnswer, result: Score | Exception) -> Rescored:
+    rescored = (
         Score(value=None, reason=f"{type(result).__name__}: {result}")
         if isinstance(result, Exception)
         else result
@@ -103,9 +105,9 @@ def _beside(s: StoredAnswer, result: Score | Exception) -> Rescored:
         group=s.group,
         answer=s.experience.response_text,
         old=s.reward,
-        new=made.value,
-        parts=dict(made.parts),
-        why=made.reason,
+        new=rescored.value,
+        parts=dict(rescored.parts),
+        reason=rescored.reason,
     )
 
 
@@ -114,32 +116,32 @@ def transcript_of(x: Experience, task: Task) -> Transcript:
     they can be told apart.
     """
     messages = list(x.messages) or [*task.chat(), {"role": "assistant", "content": x.response_text}]
-    said = [i for i, m in enumerate(messages) if m.get("role") == "assistant"] or [
+    answered = [i for i, m in enumerate(messages) if m.get("role") == "assistant"] or [
         len(messages) - 1
     ]
     pieces = _pieces(x)
-    if len(pieces) != len(said):
-        pieces = [np.zeros(0, np.int64)] * (len(said) - 1) + [np.flatnonzero(x.loss_mask)]
+    if len(pieces) != len(answered):
+        pieces = [np.zeros(0, np.int64)] * (len(answered) - 1) + [np.flatnonzero(x.loss_mask)]
     turns = []
-    for i, where in zip(said, pieces, strict=True):
+    for i, where in zip(answered, pieces, strict=True):
         answer = messages[i]
         completion = Completion(
             prompt_tokens=x.tokens[: int(where[0])] if len(where) else np.zeros(0, np.int32),
             tokens=x.tokens[where],
             logprobs=x.logprobs[where],
             text=plain_text(answer.get("content")) or "",
-            finish_reason="length" if x.status == "truncated" and i == said[-1] else "stop",
+            finish_reason="length" if x.status == "truncated" and i == answered[-1] else "stop",
             version_spans=(VersionSpan(x.version_spans[0].version, 0, len(where)),)
             if x.version_spans and len(where)
             else (),
             sampling=task.sampling,
-            in_thought=i == said[-1] and bool(x.info.get("in_thought")),
-            stop_text=str(x.info.get("stop_text", "")) if i == said[-1] else "",
+            in_thought=i == answered[-1] and bool(x.info.get("in_thought")),
+            stop_text=str(x.info.get("stop_text", "")) if i == answered[-1] else "",
             reasoning=str(answer.get("reasoning_content") or ""),
             tool_calls=tuple(answer.get("tool_calls") or ()),
         )
         # that of a row is its last call's and its run's
-        info = dict(x.info) if i == said[-1] else {}
+        info = dict(x.info) if i == answered[-1] else {}
         turns.append(
             Turn(messages=tuple(messages[:i]), tools=x.tools, completion=completion, info=info)
         )
@@ -174,8 +176,8 @@ def summary(rows: Sequence[Rescored]) -> dict[str, dict[str, float]]:
     what advantages depend on.
     """
     names = list(dict.fromkeys(r.taskset for r in rows))
-    found = {name: _numbers([r for r in rows if r.taskset == name]) for name in names}
-    return found if len(names) == 1 else {**found, "all": _numbers(rows)}
+    by_taskset = {name: _numbers([r for r in rows if r.taskset == name]) for name in names}
+    return by_taskset if len(names) == 1 else {**by_taskset, "all": _numbers(rows)}
 
 
 def _numbers(rows: Sequence[Rescored]) -> dict[str, float]:

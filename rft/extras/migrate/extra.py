@@ -1,22 +1,26 @@
-"""The extra that reads files of veRL and Trinity-RFT, and their spellings of keys."""
+"""The extra that converts files of veRL and Trinity-RFT, and knows their names of keys."""
 
 from rft.plugins import Extra, Verb
 
+SCORES = "rft.extras.migrate.score_functions"
+REFUSED = "rft.extras.migrate.compat.refused_plugins"
 KEYS = "rft.extras.migrate.compat.keys"
 EXTRA = Extra(
     verbs={
         "convert": Verb(
-            "Turn a veRL launch script or YAML file into a configuration.",
+            "Turn a veRL launch script or a YAML file of Trinity-RFT into a configuration.",
             "rft convert verl run_grpo.sh",
             "rft.extras.migrate.convert_command:convert",
         ),
     },
     entries={
-        "foreign_keys": {
-            "not_offered": f"{KEYS}.not_offered:NotOffered",
-            "trinity": f"{KEYS}.trinity_spellings:TrinityKeys",
-            "verl": f"{KEYS}.verl_spellings:VerlKeys",
-        },
+        "refused_reward": {"elsewhere": f"{REFUSED}:REWARDS"},
+        "refused_workflow": {"elsewhere": f"{REFUSED}:WORKFLOWS"},
+        "reward_alias": {"verl": f"{SCORES}.data_sources:translate"},
+        "reward_form": {"verl": f"{SCORES}.adapt:adapt"},
+        "file_hints": {"migrate": f"{KEYS}.not_offered:FILES"},
+        "key_hint": {"migrate": f"{KEYS}.not_offered:key_hint"},
+        "value_hint": {"migrate": f"{KEYS}.not_offered:value_hint"},
         "explain": {"names": "rft.extras.migrate.compat.key_names:describe"},
     },
 )

@@ -1,9 +1,9 @@
-"""Rewards for programs: the answer's code is run in a sandbox against the task's tests.
+"""Rewards for programs: run the answer's code in a sandbox against the task's tests.
 
-Tests are found in the row: `test` and `entry_point` (HumanEval), or in the truth: {inputs,
-outputs[, fn_name]} (APPS, TACO, veRL's prime_code), or a list of asserts (MBPP).  Invariant: a
-program that misbehaves scores `wrong` with its reason; when the sandbox or the tests fail, the run
-is not scored.
+Tests are in the row: `test` and `entry_point` (HumanEval), or in the truth: {inputs, outputs[,
+fn_name]} (APPS, TACO, veRL's prime_code), or a list of asserts (MBPP).
+Invariant: a misbehaving program scores `wrong` with a reason; if the sandbox or the tests fail, the
+run is not scored.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ from rft.types.completion import Score, Transcript
 from rft.types.task import Task
 
 LOCAL = Sandbox()
-_local = lru_cache(Sandbox)  # one for all that ask for the same
+_local = lru_cache(Sandbox)  # one sandbox for equal arguments
 _remote = lru_cache(maxsize=8)(RemoteSandbox)
-_FIRST_CASES = 10  # of which a share is scored, as in veRL
+_FIRST_CASES = 10  # cases whose share is scored, as in veRL
 _FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 
 
 class CodeArgs(BaseModel):
-    """`timeout_s`: of each input, or of all asserts of a test.  `continuous`: a program that fails
+    """`timeout_s`: for each input, or for all asserts of a test.  `continuous`: a failing program
     scores the share of tests passed.
 
-    `test_key` etc.: columns of the row.  `sandbox_level`: how programs are closed off on this
-    machine, null: namespaces or else landlock. With `sandbox_url` a remote service runs the
-    programs.
+    `test_key` etc.: columns of the row.  `sandbox_level`: isolation of programs on this machine,
+    null: namespaces or else landlock.  With `sandbox_url` a remote service runs the programs.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -75,8 +74,9 @@ class PrimeCodeArgs(CodeArgs):
 
 @reward("code_reward", args=CodeArgs)
 class CodeReward(Reward):
-    """`right` if the last code block of the answer passes all of its task's tests, else `wrong`.
-    Part `tests_passed`: their share.
+    """`right` if the answer's last code block passes all tests of its task, else `wrong`.
+
+    Part `tests_passed`: the share of tests passed.
     """
 
     def __init__(self, **args: Any) -> None:
@@ -111,16 +111,16 @@ class CodeReward(Reward):
         value = (
             self.args.right if verdict.right else share if self.args.continuous else self.args.wrong
         )
-        why = "" if verdict.right else f"{verdict.reason}: {verdict.detail}"
-        return Score(value=value, parts={"tests_passed": share}, reason=why)
+        reason = "" if verdict.right else f"{verdict.reason}: {verdict.detail}"
+        return Score(value=value, parts={"tests_passed": share}, reason=reason)
 
     def gold_answer(self, task: Task) -> str | None:
-        """A solution that came with the row, so that `rft check` can try the tests."""
+        """Return a solution from the row, with which `rft check` can try the tests."""
         columns = (task.row.get(name) for name in ("canonical_solution", "solution"))
         return next((text for text in columns if isinstance(text, str) and text.strip()), None)
 
     def remarks(self) -> list[str]:
-        """For `rft check`: how this machine closes programs off."""
+        """Return how this machine isolates programs, for `rft check`."""
         if not isinstance(self.sandbox, Sandbox):
             return []
         try:
@@ -129,7 +129,7 @@ class CodeReward(Reward):
             return [str(e)]
 
     async def prepare(self, models: Any) -> None:
-        """Refuses the machine before the first run is played, if it cannot keep programs in."""
+        """Raise before the first run if this machine cannot isolate programs."""
         if isinstance(self.sandbox, Sandbox):
             await asyncio.to_thread(self.sandbox.level)
 
@@ -140,7 +140,7 @@ class CodeReward(Reward):
         verdict = await self.sandbox.judge(program, checks, self.limits)
         if verdict.right or not self.args.continuous:
             return verdict
-        if verdict.total == 1 or verdict.reason == "timeout":  # nothing is run behind a timeout
+        if verdict.total == 1 or verdict.reason == "timeout":  # a timeout ends the run
             cases = min(verdict.total, _FIRST_CASES)
             return replace(verdict, passed=min(verdict.passed, cases), total=cases)
         return await self.sandbox.judge(program, _first(checks), self.limits, all=True)
@@ -148,7 +148,7 @@ class CodeReward(Reward):
 
 @reward("prime_code_reward", args=PrimeCodeArgs)
 class PrimeCodeReward(CodeReward):
-    """`code_reward` with the share of the first ten tests as the score of a program that fails one."""
+    """`code_reward` that scores a failing program with its share of the first ten tests."""
 
     def __init__(self, **args: Any) -> None:
         super().__init__(**{"continuous": True} | args)
@@ -169,8 +169,8 @@ def _first(checks: Checks) -> Checks:
 
 
 def program_of(answer: str, prompt: str = "", entry_point: str = "") -> str:
-    """The answer's last block of Python, else its last one of no language, else all of it; behind
-    the code of the question, which it goes on with or uses.
+    """Return the last ```python block, else the last untagged block, else the whole answer; after
+    the prompt's code if the answer continues or uses that code.
     """
     blocks = [
         block for block in fenced(answer) if block.language in ("", "python", "py", "python3")
@@ -183,8 +183,8 @@ def program_of(answer: str, prompt: str = "", entry_point: str = "") -> str:
     if not prompt or f"def {entry_point}" not in prompt or not code.strip():
         return code
     if not re.search(rf"\bdef\s+{re.escape(entry_point)}\b", code):
-        return prompt + code  # it writes on where the question stops
-    future = "".join(_FUTURE.findall(code))  # which Python wants first
+        return prompt + code  # the answer continues the prompt's code
+    future = "".join(_FUTURE.findall(code))  # Python requires these imports first
     return f"{future}{prompt}\n\n{_FUTURE.sub('', code)}" if _compiles(prompt) else code
 
 
@@ -195,7 +195,9 @@ def _compiles(text: str) -> bool:
 
 
 def checks_of(task: Task, args: CodeArgs) -> Checks:
-    """The task's tests.  Raises ValueError if there are none that are known."""
+    """Return the task's tests.  Raises UnreadableTruth (a ValueError) if there are none in a known
+    form.
+    """
     row = task.row
     truth = _parsed(task.truth)
     entry = row.get(args.entry_point_key)
@@ -233,23 +235,27 @@ def _in_and_out(truth: dict[str, Any]) -> Checks:
     if not truth.get("fn_name"):
         return Pairs(
             [
-                (_text(given), _text(wanted))
-                for given, wanted in zip(truth["inputs"], truth["outputs"], strict=True)
+                (_text(stdin), _text(expected))
+                for stdin, expected in zip(truth["inputs"], truth["outputs"], strict=True)
             ]
         )
     cases = []
-    for given, wanted in zip(truth["inputs"], truth["outputs"], strict=True):
-        if isinstance(given, str):  # one JSON value a line
-            given = [msgspec.json.decode(line) for line in given.splitlines() if line.strip()]
-            wanted = _parsed(wanted)
-        cases.append(([_with_numbers(argument) for argument in given], wanted))
+    for arguments, expected in zip(truth["inputs"], truth["outputs"], strict=True):
+        if isinstance(arguments, str):  # one JSON value per line
+            arguments = [
+                msgspec.json.decode(line) for line in arguments.splitlines() if line.strip()
+            ]
+            expected = _parsed(expected)
+        cases.append(([_with_numbers(argument) for argument in arguments], expected))
     return Calls(str(truth["fn_name"]), cases)
 
 
 def _with_numbers(value: Any) -> Any:
-    """JSON, in which keys are texts, of a mapping that had whole numbers, as APPS and TACO mean it."""
-    whole = isinstance(value, dict) and all(re.fullmatch(r"-?\d{1,18}", str(key)) for key in value)
-    return {int(key): of for key, of in value.items()} if whole else value
+    """Convert numeric keys of a JSON mapping to integers, as APPS and TACO intend."""
+    integer_keys = isinstance(value, dict) and all(
+        re.fullmatch(r"-?\d{1,18}", str(key)) for key in value
+    )
+    return {int(key): entry for key, entry in value.items()} if integer_keys else value
 
 
 def _text(value: Any) -> str:
@@ -257,7 +263,7 @@ def _text(value: Any) -> str:
 
 
 def _parsed(value: Any) -> Any:
-    """JSON in a text, as data sets store it; another text is itself."""
+    """Parse JSON in a text, as data sets store it; return any other text unchanged."""
     with contextlib.suppress(ValueError):
         return json.loads(value) if isinstance(value, str) else value
     return value

@@ -1,11 +1,11 @@
-"""Programs of a model, run and judged where they can do no harm: on this machine, or by a remote
-service (`sandbox_remote`).
+"""Run and judge programs of a model in isolation on this machine; see `remote_sandbox` for a remote
+service.
 
-Knows nothing of tasks.  What a program and its checks give is remembered; a timeout is not, since
-the next time may be quieter. Invariant: a verdict is about the program; when the sandbox itself
-fails, SandboxError is raised, and a machine that cannot keep a program from the network, from
-files, memory and environment of others, or from outliving its run is refused with
-SandboxUnavailable.
+Knows nothing of tasks.  Results are cached, except timeouts, which may depend on the machine's
+load.
+Invariant: a verdict is about the program; if the sandbox itself fails, SandboxError is raised.  A
+machine that cannot keep a program from the network, from files, memory and environment of others,
+or from outliving its run raises SandboxUnavailable.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 DEFAULT = LEVELS[:2]
-"""What is tried where no level is named.  At "seccomp" programs can import little, so right ones
-may fail: it has to be named.
+"""Levels tried by default.  "seccomp" must be requested: its programs can import little, so correct
+ones may fail.
 """
-CLOSE_S = 5.0  # that `close` leaves to programs under way
+CLOSE_S = 5.0  # time that `close` leaves to programs in progress
 SWITCH_ON = (
     "Switch on user namespaces (sysctl user.max_user_namespaces and "
     "kernel.apparmor_restrict_unprivileged_userns=0; in a container "
@@ -85,14 +85,14 @@ print(*found or ["closed"])
 
 @dataclass(frozen=True)
 class Pairs:
-    """Text for stdin, and what has to be printed."""
+    """(stdin, expected stdout) of each case."""
 
     pairs: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Calls:
-    """Arguments, and what `function` (or that method of a class Solution) has to return."""
+    """(arguments, expected result) of each case, for `function` or that method of a class Solution."""
 
     function: str
     cases: Sequence[tuple[Sequence[Any], Any]]
@@ -102,11 +102,11 @@ class Calls:
 class Tests:
     """Code with asserts; `check(candidate)` is called with the function `entry_point`.
 
-    `prompt`: code whose helpers they use.  `gold`: a right program, which tells tests that are
-    wrong from programs that are.
+    `prompt`: code whose helpers the tests use.  `gold`: a correct program, which distinguishes
+    broken tests from wrong programs.
     """
 
-    __test__ = False  # no test class
+    __test__ = False  # not a test class for pytest
     tests: Sequence[str]
     entry_point: str = ""
     prompt: str = ""
@@ -117,8 +117,8 @@ Checks = Pairs | Calls | Tests
 
 
 class ProgramJudge(Protocol):
-    """Where programs are judged.  Raises SandboxError, SandboxUnavailable or BrokenTests; `all`: go
-    on after a failure.
+    """Judges programs.  Raises SandboxError, SandboxUnavailable or BrokenTests; `all`: continue
+    after a failure.
     """
 
     async def judge(
@@ -126,15 +126,17 @@ class ProgramJudge(Protocol):
     ) -> ProgramVerdict: ...
 
     def close(self) -> None:
-        """Leaves some seconds to what is under way and ends everything.  The next call starts anew."""
+        """Leave some seconds to programs in progress, then end everything; a later call restarts
+        the sandbox.
+        """
         ...
 
 
 class Sandbox(JobPool):
-    """On this machine, at most `size` programs at a time.  Usable from any thread and any event
-    loop; ended by `job_pool.close_all`.
+    """Sandbox on this machine with at most `size` concurrent programs.
 
-    `level`: how programs are closed off; None: the first of DEFAULT that this machine offers.
+    Usable from any thread and any event loop; closed by `job_pool.close_all`.  `level`: isolation;
+    None: the first of DEFAULT that this machine supports.
     """
 
     def __init__(
@@ -151,12 +153,12 @@ class Sandbox(JobPool):
     async def judge(
         self, program: str, checks: Checks, limits: ProgramLimits, *, all: bool = False
     ) -> ProgramVerdict:
-        """The verdict on `program`; see `ProgramJudge`."""
-        asked = [program, type(checks).__name__, checks, limits, all]
+        """Return the verdict on `program`; see `ProgramJudge`."""
+        request = [program, type(checks).__name__, checks, limits, all]
         try:
-            key = xxhash.xxh3_128_digest(msgspec.msgpack.encode(asked))
-        except OverflowError:  # a number of more than 64 bits
-            key = xxhash.xxh3_128_digest(repr(asked).encode())
+            key = xxhash.xxh3_128_digest(msgspec.msgpack.encode(request))
+        except OverflowError:  # an integer of more than 64 bits
+            key = xxhash.xxh3_128_digest(repr(request).encode())
         verdict = await self._answered(
             key, lambda: self._judge(program, checks, limits, all), _to_be_kept
         )
@@ -166,11 +168,11 @@ class Sandbox(JobPool):
         return verdict
 
     async def run(self, program: str, limits: ProgramLimits, stdin: bytes = b"") -> jobs.Ran:
-        """What the program prints, and why it did not end well."""
+        """Return the program's output, and the reason of a failure."""
         return await self._done(lambda: jobs.run(self._open(), program, stdin, limits))
 
     def level(self) -> Level:
-        """How programs are closed off here.  Raises SandboxUnavailable."""
+        """Return the isolation level in use.  Raises SandboxUnavailable."""
         return self._open().level
 
     def _judge(
@@ -207,7 +209,7 @@ class Sandbox(JobPool):
 
 
 def _to_be_kept(verdict: ProgramVerdict) -> bool:
-    """The next time may be quieter."""
+    """Return whether a verdict may be cached; timeouts depend on the machine's load."""
     return verdict.reason not in ("timeout", "killed")
 
 
@@ -223,23 +225,24 @@ def _judged(
 
 
 def offered(python: str = sys.executable) -> tuple[Level | None, dict[Level, str]]:
-    """The strongest level of this machine, and why the stronger ones are not."""
-    found: dict[Level, str] = {}
+    """Return the strongest level that this machine supports, and the reasons against stronger ones."""
+    reasons: dict[Level, str] = {}
     for level in LEVELS:
         server = ForkServer(level, python)
         fault = _fault(server)
         server.close()
         if not fault:
-            return level, found
-        found[level] = fault
-    return None, found
+            return level, reasons
+        reasons[level] = fault
+    return None, reasons
 
 
 def open_server(
     levels: Sequence[Level], python: str, *, folders: Sequence[str] = (), writable: str = ""
 ) -> ForkServer:
-    """A server of the first level that works here, as a program inside it shows; see `ForkServer`.
-    Raises SandboxUnavailable.
+    """Start a server of the first level that passes a self-test.  Raises SandboxUnavailable.
+
+    Arguments as in `ForkServer`.
     """
     tried: list[str] = []
     for level in levels:

@@ -1,5 +1,5 @@
-"""Programming tasks: the model is asked for a program in one code block.  Goes with `code_reward`
-or `prime_code_reward`.
+"""Programming tasks: ask the model for a program in one code block.  For use with `code_reward` or
+`prime_code_reward`.
 
 explorer_input:
   taskset: {path: tasks.jsonl, default_workflow_type: code_workflow, default_reward_fn_type:
@@ -19,7 +19,7 @@ INSTRUCTION = (
 
 
 class CodeWorkflowArgs(BaseModel):
-    """`system_prompt` replaces the instruction by your own words; an empty one leaves it out."""
+    """`system_prompt` replaces the instruction; an empty text removes it."""
 
     model_config = ConfigDict(extra="forbid")
     system_prompt: str | None = None
@@ -27,7 +27,7 @@ class CodeWorkflowArgs(BaseModel):
 
 @register.workflow("code_workflow", args=CodeWorkflowArgs)
 class CodeWorkflow(Workflow):
-    """Asks once, with an instruction in front; a system prompt of the task itself wins."""
+    """Asks once, after an instruction; a system prompt of the task replaces the instruction."""
 
     usual_reward = "code_reward"
 

@@ -1,9 +1,9 @@
-"""Programs in containers, by the command line of Podman or Docker: an image's own files, no
-network, gone when the program ends.
+"""Run programs in containers with the command line of Podman or Docker: only the image's files, no
+network, removed when the program ends.
 
-Beside `rft.extras.sandbox.code_sandbox.Sandbox`, which closes programs off with the kernel alone;
-both fulfil `rft.extras.sandbox.project.ProgramRunner`. Invariant: when a run ends, in whatever way,
-its container is removed.
+The alternative is `rft.extras.sandbox.code_sandbox.Sandbox`, which isolates programs with the
+kernel; both fulfil `rft.extras.sandbox.project.ProgramRunner`.
+Invariant: when a run ends in any way, its container is removed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from rft.extras.sandbox.jobs import Ran
 from rft.extras.sandbox.processes import ProgramLimits, SandboxError, SandboxUnavailable
 from rft.worker.job_pool import JobPool
 
-# environment: the container engine's command, where `podman` or `docker` is not enough
+# environment variable: the container engine's command instead of `podman` or `docker`
 COMMAND = "RFT_CONTAINER_COMMAND"
-CLOSE_S = 5.0  # that `close` leaves to programs under way
+CLOSE_S = 5.0  # time that `close` leaves to programs in progress
 _START_S = 60.0
 _REMOVE_S = 30.0
-_STARTS = 3  # attempts: runc now and then loses a container between creating and starting it
-_THREADS = 16  # tasks a container may have at least: runc's own threads count while it starts
+_STARTS = 3  # attempts: runc sometimes loses a container between creating and starting it
+_THREADS = 16  # minimum task limit of a container: runc's own threads count during its start
 _KILLED = 137
-_IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]{0,254}", re.ASCII)  # never an option of the engine
+_IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]{0,254}", re.ASCII)  # cannot be an option of the engine
 _BOOT = (
     "import sys; print(end='\\0', flush=True); read = sys.stdin.buffer.read; n = "
     "int.from_bytes(read(8), 'big'); "
@@ -43,9 +43,9 @@ _BOOT = (
 
 
 def container_command() -> tuple[str, ...]:
-    """How containers are started here.  Raises SandboxUnavailable."""
-    if given := os.environ.get(COMMAND):
-        return tuple(given.split())
+    """Return the command that starts containers.  Raises SandboxUnavailable."""
+    if command := os.environ.get(COMMAND):
+        return tuple(command.split())
     for name in ("podman", "docker"):
         if shutil.which(name):
             return (name,)
@@ -57,7 +57,7 @@ def container_command() -> tuple[str, ...]:
 
 @dataclass
 class _Started:
-    """What `jobs.talk` needs of a program."""
+    """A program in the form that `jobs.talk` needs."""
 
     engine: subprocess.Popen[bytes]
     fds: dict[str, int] = field(default_factory=dict)
@@ -69,15 +69,16 @@ class _Started:
 
 
 class ContainerSandbox(JobPool):
-    """At most `size` containers of `image`, which needs `python3`, at a time.  Usable from any
-    thread and any event loop.
+    """Runs at most `size` concurrent containers of `image`, which needs `python3`.
+
+    Usable from any thread and any event loop.
     """
 
     def __init__(
         self, image: str, *, size: int | None = None, command: Sequence[str] | None = None
     ) -> None:
-        """Raises ValueError for what is no name of an image, SandboxUnavailable where no container
-        engine is installed.
+        """Raises ValueError for an invalid image name, SandboxUnavailable if no container engine is
+        installed.
         """
         if not _IMAGE.fullmatch(image):
             raise ValueError(
@@ -93,7 +94,7 @@ class ContainerSandbox(JobPool):
         self._closing = False
 
     async def run(self, program: str, limits: ProgramLimits, stdin: bytes = b"") -> Ran:
-        """What the program prints, and why it did not end well.  Raises SandboxError,
+        """Return the program's output, and the reason of a failure.  Raises SandboxError,
         SandboxUnavailable.
         """
         return await asyncio.wrap_future(
@@ -101,7 +102,7 @@ class ContainerSandbox(JobPool):
         )
 
     def close(self) -> None:
-        """Leaves some seconds to what is under way and removes every container."""
+        """Leave some seconds to programs in progress, then remove every container."""
         self._end_jobs(self._remove_all, after_s=CLOSE_S)
         self._closing = False
 
@@ -113,8 +114,8 @@ class ContainerSandbox(JobPool):
     def _ran(self, program: bytes, limits: ProgramLimits, stdin: bytes) -> Ran:
         with self._container(limits) as process:
             deadline = time.monotonic() + limits.timeout_s
-            given = len(program).to_bytes(8, "big") + program + stdin
-            output, errors, stopped = jobs.talk(process, given, deadline, limits)
+            stdin_frame = len(program).to_bytes(8, "big") + program + stdin
+            output, errors, stopped = jobs.talk(process, stdin_frame, deadline, limits)
             if stopped:
                 return jobs.was_stopped(stopped, limits)
             status = process.engine.wait()
@@ -126,8 +127,8 @@ class ContainerSandbox(JobPool):
 
     @contextlib.contextmanager
     def _container(self, limits: ProgramLimits) -> Iterator[_Started]:
-        """A container whose Python waits for its program; a start that failed had no effect and is
-        tried again.
+        """Start a container whose Python waits for its program; a failed start has no effect and is
+        repeated.
         """
         with contextlib.ExitStack() as stack:
             for attempt in range(1, _STARTS + 1):
@@ -157,7 +158,9 @@ class ContainerSandbox(JobPool):
 
     @contextlib.contextmanager
     def _spawned(self, name: str, limits: ProgramLimits, folder: str) -> Iterator[_Started]:
-        """`folder`: where the engine may leave files, as Podman's monitor does."""
+        """Start the engine's command; `folder` is its working folder, where Podman's monitor may
+        leave files.
+        """
         ours: dict[str, int] = {}
         theirs: dict[str, int] = {}
         for stream in ("stdin", "stdout", "stderr"):
@@ -235,18 +238,22 @@ class ContainerSandbox(JobPool):
         ]
 
     def _await_start(self, process: _Started) -> None:
-        """Until Python runs in it: what the engine takes for that is not the program's time."""
+        """Wait until Python runs in the container; the engine's start does not count as the
+        program's time.
+        """
         ready, _, _ = select.select([process.fds["stdout"]], [], [], _START_S)
         if ready and os.read(process.fds["stdout"], 1) == b"\0":
             return
         process.engine.kill()
         status = process.engine.wait()
-        # a monitor may hold it open without a word
-        told, _, _ = select.select([process.fds["stderr"]], [], [], 1.0)
-        said = os.read(process.fds["stderr"], 4096).decode(errors="replace") if told else ""
+        # a monitor may keep stderr open and write nothing
+        readable, _, _ = select.select([process.fds["stderr"]], [], [], 1.0)
+        stderr_text = (
+            os.read(process.fds["stderr"], 4096).decode(errors="replace") if readable else ""
+        )
         raise SandboxError(
             f"no container of {self.image} could be started (status {status}): "
-            f"{said.strip()[-500:] or f'nothing for {_START_S:g} s'}"
+            f"{stderr_text.strip()[-500:] or f'nothing for {_START_S:g} s'}"
         )
 
     def _remove(self, name: str) -> None:

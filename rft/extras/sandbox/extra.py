@@ -1,4 +1,4 @@
-"""The extra that runs programs which a model wrote: rewards, tools and workflows around them."""
+"""The extra for running programs of a model: rewards, tools and workflows."""
 
 from rft.plugins import Extra
 

@@ -1,13 +1,14 @@
-"""The process that programs are forked from: it has seen no test and no secret, so what is forked
-from it has not either.
+"""The process that programs are forked from: it holds no test and no secret, so neither do its
+forks.
 
     rft process --(orders, file descriptors)--> server --fork--> supervisor --fork--> [first process
     of the space --fork-->] program
 
-The supervisor watches the program and its lifeline, a socket whose other end the rft process holds:
-when that closes, the program and all of its descendants are killed.  It then says on the lifeline
-how the program ended.  Invariant: a program runs only after its process space, limits, user and
-system-call filter are in place; where one of them fails, the supervisor says so and nothing runs.
+The supervisor watches the program and its lifeline, a socket to the rft process: when that closes,
+the program and all of its descendants are killed.  It then reports the program's exit on the
+lifeline.
+Invariant: a program runs only after its process space, limits, user and system-call filter are in
+place; if a step fails, the supervisor reports the error and nothing runs.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ _PRELOADED = (
     "traceback",
     "typing",
 )
-# first user id, number of them: in the range that systemd documents as unused
+# (first user id, number of ids) in the range that systemd documents as unused
 _USERS = (60600, 500)
 _STACK = 64 << 20
 _FILES: dict[str, seccomp.Files] = {"namespaces": "write", "landlock": "read", "seccomp": "none"}
-_preloaded_bytes = 0  # address space that programs do not answer for
+_preloaded_bytes = 0  # address space that does not count towards a program's limit
 _account_tasks = 0  # threads of this account, which RLIMIT_NPROC counts
 _NOT_PRELOADED = {
     "antigravity",
@@ -81,12 +82,12 @@ _NOT_PRELOADED = {
 
 
 def main(argv: list[str]) -> None:
-    """`argv`: control descriptor, level, folders to read, a folder to write in, folders to import
-    from.
+    """Run the server.  `argv`: control descriptor, level, folders to read, a folder to write in,
+    folders to import from.
 
-    Says {} or {error} and then obeys until the other side closes.
+    Sends {} or {error}, then executes orders until the other side closes.
     """
-    os.umask(0o022)  # programs run under another account and use the folders made here
+    os.umask(0o022)  # programs run under another account and use folders created here
     control = socket.socket(fileno=int(argv[0]))
     level, folders, writable, *sites = argv[1:]
     readable = [*sites, *folders.split(":")]
@@ -94,8 +95,8 @@ def main(argv: list[str]) -> None:
     try:
         for name in _PRELOADED:
             __import__(name)
-        if why := seccomp.supported():
-            raise OSError(why)
+        if missing := seccomp.supported():
+            raise OSError(missing)
         if level == "namespaces":
             namespaces.enter(readable)
         elif level == "landlock":
@@ -107,7 +108,7 @@ def main(argv: list[str]) -> None:
         control.send(json.dumps({"error": str(e)}).encode())
         return
     kernel.hide_memory()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are not waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped automatically
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()
     control.send(b"{}")
@@ -119,7 +120,7 @@ def main(argv: list[str]) -> None:
         try:
             pid = os.fork()
         except OSError:
-            pid = -1  # the lifeline closes unsaid, which means that nothing was started
+            pid = -1  # the lifeline closes without a message, which means that nothing was started
         if pid == 0:
             control.close()
             _supervisor(order, dict(zip(order["fds"], fds, strict=True)), level, readable)
@@ -128,9 +129,7 @@ def main(argv: list[str]) -> None:
 
 
 def _preload_everything() -> None:
-    """Python's library and NumPy: where no file can be opened, what is not imported now cannot be
-    imported.
-    """
+    """Import Python's library and NumPy; without access to files, later imports are impossible."""
     global _preloaded_bytes
     before = limits.address_space()
     names = [
@@ -142,29 +141,29 @@ def _preload_everything() -> None:
         warnings.simplefilter("ignore")
         for name in (*sorted(names), "numpy"):
             _import(name)
-            for found in pkgutil.walk_packages(
+            for module_info in pkgutil.walk_packages(
                 getattr(sys.modules.get(name), "__path__", ()), f"{name}.", onerror=lambda _: None
             ):
-                last = found.name.rpartition(".")[2]
+                last = module_info.name.rpartition(".")[2]
                 if (
                     name != "numpy"
                     and last not in ("__main__", "test", "tests")
-                    and ".test" not in found.name
+                    and ".test" not in module_info.name
                 ):
-                    _import(found.name)
+                    _import(module_info.name)
     _preloaded_bytes = limits.address_space() - before
 
 
 def _count_account_tasks() -> None:
     global _account_tasks
     for process in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             if process.name.isdigit() and process.stat().st_uid == os.geteuid():
                 _account_tasks += len(os.listdir(process / "task"))
 
 
 def _import(name: str) -> None:
-    with contextlib.suppress(Exception, SystemExit):  # of another system, or without its library
+    with contextlib.suppress(Exception, SystemExit):  # another system's module
         importlib.import_module(name)
 
 
@@ -175,7 +174,7 @@ def _supervisor(
     order: dict[str, Any], fds: dict[str, int], level: str, readable: list[str]
 ) -> NoReturn:
     lifeline = socket.socket(fileno=fds.pop("lifeline"))
-    said = "error the sandbox ended before its program began"
+    outcome = "error the sandbox ended before its program began"
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
@@ -184,18 +183,18 @@ def _supervisor(
             namespaces.private_root(readable, order["file_mb"])
         elif level == "namespaces":
             namespaces.private_tmp(order["file_mb"])
-        mine = os.getpid()
+        supervisor_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
             lifeline.close()
-            (_first if level == "namespaces" else _child)(order, fds, level, mine)
+            (_first if level == "namespaces" else _child)(order, fds, level, supervisor_pid)
         for fd in fds.values():
             os.close(fd)
-        said = _watch(pid, lifeline)
+        outcome = _watch(pid, lifeline)
     except OSError as e:
-        said = f"error {e}"
-    with contextlib.suppress(OSError):  # the rft process is gone
-        lifeline.sendall(said.encode())
+        outcome = f"error {e}"
+    with contextlib.suppress(OSError):  # the rft process has ended
+        lifeline.sendall(outcome.encode())
     os._exit(0)
 
 
@@ -208,7 +207,7 @@ def _watch(pid: int, lifeline: socket.socket) -> str:
         signal.pidfd_send_signal(child, signal.SIGKILL)  # type: ignore[attr-defined]
     with contextlib.suppress(
         ProcessLookupError, PermissionError
-    ):  # it ended before it had a group, or all of the group has ended
+    ):  # ended before it had a group, or the whole group has ended
         os.killpg(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     with contextlib.suppress(ChildProcessError):
@@ -222,7 +221,9 @@ def _code(status: int) -> int:
 
 
 def _first(order: dict[str, Any], fds: dict[str, int], level: str, _: int) -> NoReturn:
-    """The first process of a process space: when it ends, the kernel kills all others of the space."""
+    """Run the first process of a process space: when it ends, the kernel kills all others of the
+    space.
+    """
     die_with_parent()
     if order["programs"]:
         namespaces.show_processes()
@@ -245,7 +246,7 @@ def _child(order: dict[str, Any], fds: dict[str, int], level: str, parent: int) 
     try:
         channel, link = _descriptors(fds)
         os.chdir("/tmp" if level == "namespaces" else "/")
-        if level != "namespaces":  # what it starts cannot leave this group, and is killed with it
+        if level != "namespaces":  # children stay in this group and die with it
             os.setpgid(0, 0)
         _limit(order, level)
         _drop(order, parent)
@@ -276,7 +277,9 @@ def _child(order: dict[str, Any], fds: dict[str, int], level: str, parent: int) 
 
 
 def _descriptors(fds: dict[str, int]) -> tuple[socket.socket, socket.socket | None]:
-    """0, 1, 2 are what was given or nothing, 3 and 4 the sockets; all others are closed."""
+    """Place descriptors: 0, 1, 2 are the given ones or /dev/null, 3 and 4 the sockets; close all
+    others.
+    """
     nothing = os.open("/dev/null", os.O_RDWR)
     order = [
         *(fds.get(name, nothing) for name in ("stdin", "stdout", "stderr")),
@@ -297,13 +300,13 @@ def _descriptors(fds: dict[str, int]) -> tuple[socket.socket, socket.socket | No
 def _limit(order: dict[str, Any], level: str) -> None:
     memory = (order["memory_mb"] << 20) + _preloaded_bytes
     file = order["file_mb"] << 20
-    if os.geteuid() == 0:  # it becomes a user of its own
+    if os.geteuid() == 0:  # the program gets its own user
         tasks = 64 + order["processes"]
     elif level == "namespaces":
         tasks = 512
     elif order["processes"] > 1:
         tasks = _account_tasks + 64 + order["processes"]
-    else:  # the account's other processes would count, and the program may start none anyway
+    else:  # other processes of the account would count, and the program may not start any
         tasks = resource.RLIM_INFINITY
     for what, most in (
         (resource.RLIMIT_CPU, order["cpu_s"]),
@@ -320,14 +323,14 @@ def _limit(order: dict[str, Any], level: str) -> None:
 
 
 def _drop(order: dict[str, Any], parent: int) -> None:
-    """Root becomes a user that owns nothing; every user loses all capabilities."""
+    """Change root to a user that owns nothing; drop all capabilities of every user."""
     if os.geteuid() == 0:
         user = _USERS[0] + order["number"] % _USERS[1]
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     kernel.drop_capabilities()
-    die_with_parent()  # after the change of user, which clears it
+    die_with_parent()  # after the change of user, which clears the setting
     if os.getppid() != parent:
         raise OSError("the supervisor is gone")
     kernel.hide_memory()

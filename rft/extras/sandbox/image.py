@@ -1,6 +1,6 @@
-"""Images of tasks: built from a Dockerfile by the command line of Podman or Docker.
+"""Build images of tasks from a Dockerfile with the command line of Podman or Docker.
 
-Invariant: the name tells the content, so what is there is not built again.
+Invariant: the name is derived from the content, so an existing image is not built again.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rft.extras.sandbox.container import container_command
 from rft.extras.sandbox.processes import SandboxError
 
 BUILD_S = 1800.0
-_BUILDING = threading.Lock()  # groups ask for one image at the same time
+_BUILDING = threading.Lock()  # concurrent groups may request the same image
 
 
 def built(files: Mapping[str, str], *, command: Sequence[str] | None = None) -> str:
-    """Name of the image of `files`, texts by path with a Dockerfile among them.  Raises
-    SandboxError, SandboxUnavailable.
+    """Return the name of the image of `files`, texts by path including a Dockerfile, and build it
+    if missing.  Raises SandboxError, SandboxUnavailable.
     """
     started = tuple(command or container_command())
     name = f"localhost/rft-task:{hashlib.sha256(json.dumps(sorted(files.items())).encode()).hexdigest()[:32]}"

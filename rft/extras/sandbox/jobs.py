@@ -1,9 +1,9 @@
-"""What a program is worth: by pairs of input and output, by calls of one function, or by tests that
-are code.
+"""Judge programs by pairs of input and output, by calls of one function, or by tests in code.
 
 Expected results stay in this process, or in the sandbox of a test runner; the program's sandbox
-sees inputs only, and no value that it sends is decoded in this process.  Invariant: a verdict says
-what the program did; where that is not known, SandboxError or BrokenTests is raised.
+gets only inputs, and its values are never decoded in this process.
+Invariant: a verdict describes the program's behaviour; if that is unknown, SandboxError or
+BrokenTests is raised.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BrokenTests(ValueError):
 @dataclass(frozen=True)
 class ProgramVerdict:
     """`reason` of the first failure: wrong_answer, error, timeout, memory, output, exit, killed,
-    crash; "passed" without one.
+    crash; "passed" without a failure.
     """
 
     passed: int
@@ -49,7 +49,7 @@ class ProgramVerdict:
     reason: str
     detail: str = ""
 
-    # what a program says may hold half characters, which no store takes
+    # output may hold lone surrogates, which cannot be stored
     def __post_init__(self) -> None:
         object.__setattr__(self, "detail", self.detail.encode(errors="replace").decode())
 
@@ -59,7 +59,7 @@ class ProgramVerdict:
 
 
 class Talking(Protocol):
-    """A program under way: our ends of stdin, stdout and stderr, and its status once it has ended."""
+    """A running program: rft's ends of stdin, stdout and stderr, and its status after its end."""
 
     fds: dict[str, int]
 
@@ -68,7 +68,7 @@ class Talking(Protocol):
 
 @dataclass(frozen=True)
 class Ran:
-    """One run of a program.  `reason` empty: it ended by itself with status 0."""
+    """One run of a program.  Empty `reason`: it ended by itself with status 0."""
 
     reason: str
     detail: str
@@ -83,9 +83,13 @@ def judge_pairs(
     *,
     all: bool = False,
 ) -> ProgramVerdict:
-    """Each input on stdin, what is printed compared with the output.  `all`: go on after a failure."""
+    """Run the program on each stdin and compare stdout with the expected text.  `all`: continue
+    after a failure.
+    """
     return _count(
-        (_pair(server, program, given, wanted, limits) for given, wanted in pairs), len(pairs), all
+        (_pair(server, program, stdin, expected, limits) for stdin, expected in pairs),
+        len(pairs),
+        all,
     )
 
 
@@ -98,8 +102,9 @@ def judge_calls(
     *,
     all: bool = False,
 ) -> ProgramVerdict:
-    """Each case is (arguments, result); `function` may be a method of a class called Solution.  The
-    deadline holds for each call.
+    """Judge by (arguments, result) cases; `function` may be a method of a class Solution.
+
+    The deadline applies to each call.
     """
     with _two(server, replace(limits, deadlines=1 + len(cases))) as (process, runner):
         failure, deadline = _load(process, program, limits)
@@ -110,24 +115,24 @@ def judge_calls(
         except OSError as e:
             raise SandboxError(f"the tests' process does not listen: {e}") from e
 
-        def one(args: Sequence[Any], wanted: Any) -> Ran:
+        def call_once(args: Sequence[Any], expected: Any) -> Ran:
             deadline = time.monotonic() + limits.timeout_s
             case = {
-                "args": [wire.encode(a, _plain) for a in args],
-                "wanted": wire.encode(wanted, _plain),
+                "args": [wire.encode(a, _no_object) for a in args],
+                "wanted": wire.encode(expected, _no_object),
             }
             try:
                 wire.send(runner.channel, case, largest=wire.LARGEST_ORDER, deadline=deadline)
-                said = wire.receive(runner.channel, largest=wire.LARGEST_REPLY, deadline=deadline)
+                reply = wire.receive(runner.channel, largest=wire.LARGEST_REPLY, deadline=deadline)
             except TimeoutError:
                 return Ran("timeout", f"no answer after {limits.timeout_s:g} s", b"")
-            except OSError:  # it runs no code but ours: what the program sent has ended it
+            except OSError:  # only rft's code runs there: the program's result ended it
                 return Ran("error", f"its result cannot be compared (status {runner.ended()})", b"")
-            if said["reason"] == "gone":
-                return how_ended(process.ended(), said["detail"], limits)
-            return _memory(said["reason"], said["detail"])
+            if reply["reason"] == "gone":
+                return how_ended(process.ended(), reply["detail"], limits)
+            return _memory(reply["reason"], reply["detail"])
 
-        return _count((one(*case) for case in cases), len(cases), all)
+        return _count((call_once(*case) for case in cases), len(cases), all)
 
 
 def judge_tests(
@@ -141,12 +146,12 @@ def judge_tests(
     gold: str = "",
     all: bool = False,
 ) -> ProgramVerdict:
-    """Each test is code with asserts; one that defines `check` has it called with the function
+    """Judge by tests, each code with asserts; a defined `check` is called with the function
     `entry_point`.
 
-    `prompt`: code whose helpers the tests may use.  The deadline holds for loading and all tests
-    together.  Raises BrokenTests where they cannot be run; an error that a program may cause counts
-    as theirs only if `gold`, or programs that give always the same, meet it too.
+    `prompt`: code whose helpers the tests may use.  The deadline covers loading and all tests.
+    Raises BrokenTests if the tests cannot run; an error that a program may cause counts as broken
+    tests only if `gold`, or constant programs, cause the same error.
     """
     order = {"tests": list(tests), "entry_point": entry_point, "prompt": prompt, "all": all}
     verdict, suspect = _run_tests(server, program, order, limits)
@@ -170,7 +175,7 @@ def _all_fail_so(
 def _run_tests(
     server: ForkServer, program: str, order: dict[str, Any], limits: ProgramLimits
 ) -> tuple[ProgramVerdict, str]:
-    """The verdict, and the error that a program or the tests themselves may have caused."""
+    """Return the verdict, and an error that the program or the tests themselves may have caused."""
     total = len(order["tests"])
     with _two(server, limits) as (process, runner):
         failure, deadline = _load(process, program, limits)
@@ -178,7 +183,7 @@ def _run_tests(
             return ProgramVerdict(0, total, failure.reason, failure.detail), ""
         try:
             wire.send(runner.channel, order, largest=wire.LARGEST_ORDER, deadline=deadline)
-            said = wire.receive(runner.channel, largest=wire.LARGEST_REPLY, deadline=deadline)
+            reply = wire.receive(runner.channel, largest=wire.LARGEST_REPLY, deadline=deadline)
         except TimeoutError:
             return ProgramVerdict(
                 0, total, "timeout", f"no verdict after {limits.timeout_s:g} s"
@@ -192,22 +197,22 @@ def _run_tests(
             raise SandboxError(
                 f"the tests' process ended without a verdict (status {status})"
             ) from None
-        if "broken" in said:
-            raise BrokenTests(f"the tests cannot be run: {said['broken']}")
-        reason = said["reason"]
-        detail = said["detail"]
+        if "broken" in reply:
+            raise BrokenTests(f"the tests cannot be run: {reply['broken']}")
+        reason = reply["reason"]
+        detail = reply["detail"]
         if reason == "gone":
             ended = how_ended(process.ended(), detail, limits)
             reason = ended.reason
             detail = ended.detail
         ran = _memory(reason, detail)
-        return ProgramVerdict(said["passed"], said["total"], ran.reason, ran.detail), said.get(
+        return ProgramVerdict(reply["passed"], reply["total"], ran.reason, ran.detail), reply.get(
             "suspect", ""
         )
 
 
 def run(server: ForkServer, program: str, stdin: bytes, limits: ProgramLimits) -> Ran:
-    """`python program` with `stdin`, under the limits."""
+    """Run `python program` with `stdin` under the limits."""
     with server.start("run", limits) as process:
         deadline = time.monotonic() + limits.timeout_s
         try:
@@ -228,27 +233,35 @@ def run(server: ForkServer, program: str, stdin: bytes, limits: ProgramLimits) -
 # ---------------------------------------------------------------- parts
 
 
-def _pair(server: ForkServer, program: str, given: str, wanted: str, limits: ProgramLimits) -> Ran:
+def _pair(
+    server: ForkServer, program: str, stdin: str, expected: str, limits: ProgramLimits
+) -> Ran:
     ran = run(
         server,
         program,
-        given.encode(),
-        replace(limits, output_kb=limits.output_kb + (len(wanted) >> 8)),
+        stdin.encode(),
+        replace(limits, output_kb=limits.output_kb + (len(expected) >> 8)),
     )
     if ran.reason:
         return ran
     got = ran.output.decode(errors="replace")
     return (
-        ran if same_output(got, wanted) else Ran("wrong_answer", f"printed {wire.short(got)}", b"")
+        ran
+        if same_output(got, expected)
+        else Ran("wrong_answer", f"printed {wire.short(got)}", b"")
     )
 
 
-def same_output(got: str, wanted: str) -> bool:
-    """Line by line, blanks at the ends aside; numbers with a point or exponent to a relative 1e-6."""
-    mine, theirs = ([line.split() for line in text.strip().splitlines()] for text in (got, wanted))
-    return len(mine) == len(theirs) and all(
+def same_output(got: str, expected: str) -> bool:
+    """Compare line by line, ignoring outer spaces; numbers with a point or exponent to a relative
+    1e-6.
+    """
+    got_lines, theirs = (
+        [line.split() for line in text.strip().splitlines()] for text in (got, expected)
+    )
+    return len(got_lines) == len(theirs) and all(
         len(a) == len(b) and all(x == y or _close(x, y) for x, y in zip(a, b, strict=True))
-        for a, b in zip(mine, theirs, strict=True)
+        for a, b in zip(got_lines, theirs, strict=True)
     )
 
 
@@ -269,7 +282,7 @@ def _count(results: Iterable[Ran], total: int, all: bool) -> ProgramVerdict:
             passed += 1
             continue
         first = result if first.reason == "passed" else first
-        if not all or result.reason == "timeout":  # ten timeouts for one answer hold up the others
+        if not all or result.reason == "timeout":  # ten timeouts would delay other answers
             break
     return ProgramVerdict(passed, total, first.reason, first.detail)
 
@@ -277,20 +290,20 @@ def _count(results: Iterable[Ran], total: int, all: bool) -> ProgramVerdict:
 def _load(
     process: SandboxedProcess, program: str, limits: ProgramLimits
 ) -> tuple[Ran | None, float]:
-    """How loading failed, if it did, and the deadline."""
+    """Load the program; return the failure, if any, and the deadline."""
     deadline = time.monotonic() + limits.timeout_s
     try:
         wire.send(
             process.channel, {"program": program}, largest=wire.LARGEST_ORDER, deadline=deadline
         )
-        said = wire.receive(process.channel, largest=wire.LARGEST_REPLY, deadline=deadline)
+        reply = wire.receive(process.channel, largest=wire.LARGEST_REPLY, deadline=deadline)
     except TimeoutError:
         return Ran("timeout", f"loading took longer than {limits.timeout_s:g} s", b""), deadline
     except (BadMessage, OSError):
         return how_ended(process.ended(), "it ended while it was loaded", limits), deadline
-    if said == {"loaded": True}:
+    if reply == {"loaded": True}:
         return None, deadline
-    error = str(said.get("error") if isinstance(said, dict) else said)[:500]
+    error = str(reply.get("error") if isinstance(reply, dict) else reply)[:500]
     return _memory("error", error), deadline
 
 
@@ -298,7 +311,7 @@ def _load(
 def _two(
     server: ForkServer, limits: ProgramLimits
 ) -> Iterator[tuple[SandboxedProcess, SandboxedProcess]]:
-    """The program's process and the test runner's, with a socket between them."""
+    """Start the program's process and the test runner's, connected by a socket."""
     to_program, to_runner = socket.socketpair()
     with contextlib.ExitStack() as stack:
         with to_program, to_runner:
@@ -311,16 +324,14 @@ def _memory(reason: str, detail: str) -> Ran:
     return Ran("memory" if reason and "MemoryError" in detail else reason, detail, b"")
 
 
-def _plain(value: Any) -> Any:
+def _no_object(value: Any) -> Any:
     raise BrokenTests(f"an argument is a {type(value).__name__}")
 
 
 def talk(
     process: Talking, stdin: bytes, deadline: float, limits: ProgramLimits
 ) -> tuple[bytes, bytes, str]:
-    """Feeds and reads until the program ends.  (stdout, the end of stderr, why it has to be
-    stopped).
-    """
+    """Feed and read a program until it ends; return (stdout, the end of stderr, reason to stop it)."""
     output = bytearray()
     errors = b""
     sent = 0
@@ -330,10 +341,10 @@ def talk(
         for name in ("stdout", "stderr"):
             ready.register(process.fds[name], selectors.EVENT_READ, name)
         while len(ready.get_map()) > (1 if "stdin" in process.fds else 0):
-            found = ready.select(max(0.0, deadline - time.monotonic()))
-            if not found or time.monotonic() > deadline:  # what goes on talking gets no more time
+            events = ready.select(max(0.0, deadline - time.monotonic()))
+            if not events or time.monotonic() > deadline:  # output extends no deadline
                 return b"", errors, "timeout"
-            for key, _ in found:
+            for key, _ in events:
                 if key.data == "stdin":
                     sent = _feed(key.fd, stdin, sent)
                     if sent >= len(stdin):
@@ -357,16 +368,16 @@ def talk(
 def _feed(fd: int, data: bytes, sent: int) -> int:
     try:
         return sent + os.write(fd, data[sent : sent + (1 << 16)])
-    except BrokenPipeError:  # it does not read to the end
+    except BrokenPipeError:  # the program does not read all input
         return len(data)
 
 
-def was_stopped(why: str, limits: ProgramLimits) -> Ran:
-    """Of a program that `talk` had to stop: timeout or output."""
+def was_stopped(cause: str, limits: ProgramLimits) -> Ran:
+    """Return the result of a program that `talk` stopped: timeout or output."""
     return Ran(
-        why,
+        cause,
         f"more than {limits.output_kb} KB"
-        if why == "output"
+        if cause == "output"
         else f"no end after {limits.timeout_s:g} s",
         b"",
     )

@@ -1,5 +1,5 @@
-"""System calls that Python does not offer: namespaces, mounts, privileges.  Each raises OSError
-with what was tried.
+"""System calls that Python lacks: namespaces, mounts, privileges.  Each raises OSError naming the
+call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NODEV = 4
 _AT_FDCWD = -100
 _AT_RECURSIVE = 0x8000
 _MNT_DETACH = 2
-_MOUNT_SETATTR = 442  # the same number on every machine
+_MOUNT_SETATTR = 442  # the same number on every architecture
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _PR_SET_DUMPABLE = 4
 _PR_SET_NO_NEW_PRIVS = 38
@@ -51,7 +51,7 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
 
 
 def restrict_mount(target: str, attributes: int, *, recursive: bool = True) -> None:
-    """Sets MOUNT_ATTR_* on a mount, and on those below it.  Linux 5.12."""
+    """Set MOUNT_ATTR_* on a mount and on mounts below it.  Linux 5.12."""
     data = ctypes.create_string_buffer(struct.pack("=QQQQ", attributes, 0, 0, 0), 32)
     flags = _AT_RECURSIVE if recursive else 0
     result = _libc.syscall(
@@ -61,8 +61,8 @@ def restrict_mount(target: str, attributes: int, *, recursive: bool = True) -> N
 
 
 def swap_root(new: str, old: str) -> None:
-    """Makes `new` the root of this mount namespace and forgets everything else; `old` is an empty
-    folder inside it.
+    """Make `new` the root of this mount namespace and detach the old root; `old` is an empty folder
+    inside `new`.
     """
     _check(
         _libc.syscall(_PIVOT_ROOT[os.uname().machine], new.encode(), f"{new}{old}".encode()),
@@ -73,7 +73,7 @@ def swap_root(new: str, old: str) -> None:
 
 
 def hide_memory() -> None:
-    """No other process of the same user may look into this one."""
+    """Hide the memory of this process from other processes of the same user."""
     _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "PR_SET_DUMPABLE")
 
 
@@ -82,7 +82,7 @@ def no_new_privileges() -> None:
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parents have ended become children of this process."""
+    """Make this process the parent of descendants whose parents have ended."""
     _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "PR_SET_CHILD_SUBREAPER")
 
 

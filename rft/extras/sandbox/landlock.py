@@ -1,9 +1,9 @@
-"""Which files a program may open, by Landlock: no user namespace and no privilege is needed, only
+"""Restrict file access of a program with Landlock, which needs no user namespace or privilege, only
 Linux 5.13.
 
 Source: Linux, Documentation/userspace-api/landlock.rst and include/uapi/linux/landlock.h.
-Invariant: a process is restricted, with all that it starts, or OSError is raised; every right that
-the running kernel knows is refused unless it is given here.
+Invariant: the process and its children are restricted, or OSError is raised; every right that the
+running kernel knows is denied unless it is granted here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rft.extras.sandbox import kernel
 
-_CREATE_RULESET = 444  # the same numbers on every machine
+_CREATE_RULESET = 444  # the same numbers on every architecture
 _ADD_RULE = 445
 _RESTRICT_SELF = 446
 _VERSION = 1
@@ -27,37 +27,37 @@ _EXECUTE = 1 << 0
 _WRITE_FILE = 1 << 1
 _READ_FILE = 1 << 2
 _READ_DIR = 1 << 3
-# from a version on, how many rights of files there are
+# (version, number of file rights from that version on)
 _FILES = ((1, 13), (2, 14), (3, 15), (5, 16))
-_TCP = 0b11  # bind and connect; abstract unix sockets and signals
+_TCP = 0b11  # bind and connect; _SCOPES: abstract unix sockets and signals
 _SCOPES = 0b11
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def version() -> int:
-    """Of the running kernel's Landlock; 0 without it."""
+    """Return the version of the running kernel's Landlock; 0 without it."""
     return max(0, int(_libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)))
 
 
 def enter(folders: Sequence[str], devices: Sequence[str], writable: str = "") -> None:
-    """From here on this process, and what it starts, can read and run what is below `folders`, use
-    `devices`, and open nothing else.
+    """Restrict this process and its children: read and run files below `folders`, use `devices`,
+    open nothing else.
 
-    Nothing can be written but below `writable`, connected to, or signalled outside (the last from
-    version 6 on).
+    Writing is possible only below `writable`.  TCP is denied from version 4 on, abstract sockets
+    and signals to other processes from version 6 on.
     """
-    if not (known := version()):
+    if not (abi_version := version()):
         raise OSError(
             errno.ENOSYS,
             "Landlock is not there: Linux 5.13 with CONFIG_SECURITY_LANDLOCK, and landlock among "
             "its lsm=",
         )
-    rights = (1 << next(n for since, n in reversed(_FILES) if known >= since)) - 1
+    rights = (1 << next(n for since, n in reversed(_FILES) if abi_version >= since)) - 1
     attributes = struct.pack(
-        "=QQQ", rights, _TCP if known >= 4 else 0, _SCOPES if known >= 6 else 0
+        "=QQQ", rights, _TCP if abi_version >= 4 else 0, _SCOPES if abi_version >= 6 else 0
     )
-    size = 24 if known >= 6 else 16 if known >= 4 else 8
+    size = 24 if abi_version >= 6 else 16 if abi_version >= 4 else 8
     ruleset = _call(
         _CREATE_RULESET,
         ctypes.create_string_buffer(attributes[:size], size),

@@ -1,8 +1,8 @@
-"""The file system, network and process space of a program, made of Linux namespaces.
+"""File system, network and process space of a program, by Linux namespaces.
 
-Inside there is Python with its libraries, read-only, four devices and, for each program, an empty
-/tmp of its own in memory that vanishes with it.  No network, no /proc, no other process.
-Invariant: a step that fails raises OSError; nothing runs half protected.
+Inside are Python with its libraries (read-only), four devices, and for each program a private,
+empty /tmp in memory.  No network, no /proc, no other process.
+Invariant: a failing step raises OSError; nothing runs half protected.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _OUTSIDE_ID = 65534
 
 
 def readable(sites: Sequence[str]) -> list[str]:
-    """Folders that a program may read: Python with its libraries, and `sites`, the folders of
-    installed packages.
+    """Return the folders that a program may read: Python with its libraries, and `sites`, the
+    folders of installed packages.
     """
     return [str(Path(sys.base_prefix) / "lib"), *_LIBRARIES, *sites]
 
 
 def enter(sites: Sequence[str]) -> None:
-    """Moves this process, and what it starts, into a place of its own.  `sites`: more folders that
+    """Move this process and its children into new namespaces.  `sites`: further folders that
     programs may import from.
     """
     uid = os.geteuid()
@@ -39,7 +39,7 @@ def enter(sites: Sequence[str]) -> None:
         if uid != 0:
             raise PermissionError
         kernel.unshare(spaces)
-    except PermissionError:  # also root of a container without CAP_SYS_ADMIN
+    except PermissionError:  # also raised for root of a container without CAP_SYS_ADMIN
         kernel.unshare(kernel.CLONE_NEWUSER | spaces)
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{_OUTSIDE_ID} {uid} 1")
@@ -51,15 +51,15 @@ def enter(sites: Sequence[str]) -> None:
 
 
 def private_tmp(megabytes: int) -> None:
-    """An empty /tmp of the program that is started next, in a process space of its own."""
+    """Give the next program a private, empty /tmp and process space."""
     kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS)
     options = f"size={megabytes}m,nr_inodes=4096,mode=1777"
     kernel.mount("sandbox", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
 
 
 def private_root(sites: Sequence[str], megabytes: int) -> None:
-    """As `private_tmp`, but new folders may be made anywhere; what is shown of the machine stays
-    read-only.
+    """Replace the root as `private_tmp` does /tmp: new folders may be created anywhere, the
+    machine's folders stay read-only.
     """
     kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS)
     _swap_root(readable(sites), f"size={megabytes}m,nr_inodes=8192,mode=1777")
@@ -67,8 +67,9 @@ def private_root(sites: Sequence[str], megabytes: int) -> None:
 
 
 def show_processes() -> None:
-    """The process space's own /proc, which /dev/fd leads to.  A container may refuse it, and a
-    shell then lacks `<(...)` alone.
+    """Mount the process space's own /proc, which /dev/fd needs.
+
+    A container may refuse it; a shell then lacks only `<(...)`.
     """
     with contextlib.suppress(PermissionError):
         kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
@@ -91,7 +92,7 @@ def _swap_root(folders: Sequence[str], options: str) -> None:
 
 
 def _show(root: Path, folder: str) -> None:
-    """Puts `folder` at the same place under `root`, read-only with all that is mounted below it."""
+    """Bind `folder` to the same place under `root`, read-only including mounts below it."""
     source = Path(folder)
     inside = root / folder.lstrip("/")
     if not source.is_dir() or inside.exists() or inside.is_symlink():

@@ -1,8 +1,9 @@
-"""Our end of sandboxed processes: starts the server that they are forked from, and each with its
-limits and pipes.
+"""The rft side of sandboxed processes: start the fork server, and each process with its limits and
+pipes.
 
-Usable from any thread.  Invariant: when a `SandboxedProcess` is closed, its program and all that it
-started are dead, or SandboxError is raised.
+Usable from any thread.
+Invariant: when a `SandboxedProcess` is closed, its program and all descendants are dead, or
+SandboxError is raised.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from rft.worker.framing import BadMessage
 
 Level = Literal["namespaces", "landlock", "seccomp"]
 LEVELS: tuple[Level, ...] = ("namespaces", "landlock", "seccomp")  # strongest first
-START_S = 60.0  # a fork on a machine that is busy; and the server's first imports
+START_S = 60.0  # for a fork on a busy machine, and for the server's first imports
 _HANGING_UP_S = 1.0
-END_S = 20.0  # for the kernel to take away a killed program
+END_S = 20.0  # for the kernel to remove a killed program
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); from rft.extras.sandbox.forkserver "
     "import main; main(sys.argv[1:])"
@@ -41,35 +42,35 @@ class SandboxError(RuntimeError):
 
 
 class SandboxUnavailable(SetupError):
-    """This machine cannot run programs safely; the message says why and what to do."""
+    """This machine cannot run programs safely; the message gives the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """What one program may take.  `timeout_s`: wall clock and processor time; `output_kb`: of what
-    it prints, and `file_mb` of files.
+    """Limits of one program.  `timeout_s`: wall clock and processor time; `output_kb`: printed
+    output; `file_mb`: size of files.
     """
 
     timeout_s: float = 10.0
-    # of `timeout_s`, one after the other; it may use the processor time of all of them
+    # number of consecutive `timeout_s`; the processor time of all of them may be used
     deadlines: int = 1
     memory_mb: int = 1024
     output_kb: int = 1024
     file_mb: int = 16
     files: int = 64
     processes: int = 1
-    programs: bool = False  # it may run those in the server's `folders`
+    programs: bool = False  # may run programs in the server's `folders`
 
 
 @dataclass(eq=False)
 class SandboxedProcess:
-    """A process under its limits, told nothing yet.  `status` after it ended: exit code, or 128 +
+    """A process under its limits, without work yet.  `status` after its end: exit code, or 128 +
     signal.
     """
 
     lifeline: socket.socket
     channel: socket.socket
-    fds: dict[str, int] = field(default_factory=dict)  # our ends of stdin, stdout, stderr
+    fds: dict[str, int] = field(default_factory=dict)  # rft's ends of stdin, stdout, stderr
     status: int | None = None
 
     def __enter__(self) -> SandboxedProcess:
@@ -82,15 +83,15 @@ class SandboxedProcess:
             self.close()
 
     def wait(self, timeout_s: float) -> int | None:
-        """The status once the process has ended; None after `timeout_s`."""
+        """Return the status once the process has ended; None after `timeout_s`."""
         if self.status is not None:
             return self.status
         self.lifeline.settimeout(max(0.001, timeout_s))
         try:
-            said = self.lifeline.recv(500).decode()
+            message = self.lifeline.recv(500).decode()
         except TimeoutError:
             return None
-        verb, _, rest = said.partition(" ")
+        verb, _, rest = message.partition(" ")
         if verb != "exit":
             raise SandboxError(
                 rest
@@ -100,21 +101,19 @@ class SandboxedProcess:
         return self.status
 
     def kill(self) -> None:
-        """From any thread: who waits for the program sees its end."""
-        with contextlib.suppress(OSError):  # the supervisor has already said its word
+        """Kill the program, from any thread; waiting callers see its end."""
+        with contextlib.suppress(OSError):  # the supervisor has already reported
             self.lifeline.shutdown(socket.SHUT_WR)
 
     def end(self) -> int:
-        """Kills what is still there and waits until it is gone."""
+        """Kill remaining processes and wait until they are gone."""
         self.kill()
         if (status := self.wait(END_S)) is None:
             raise SandboxError(f"a killed program was still there after {END_S:g} s")
         return status
 
     def ended(self) -> int:
-        """The status of a process that has hung up: it is about to end by itself, and only else
-        killed.
-        """
+        """Return the status of a process that hung up; kill it only if it does not end by itself."""
         status = self.wait(_HANGING_UP_S)
         return self.end() if status is None else status
 
@@ -127,10 +126,10 @@ class SandboxedProcess:
 
 
 class ForkServer(ForkingProcess):
-    """The process that programs are forked from.  `level`: how they are closed off, one of LEVELS.
+    """Starts the process that programs are forked from.  `level`: isolation, one of LEVELS.
 
-    `folders`: what they may read beside Python; `writable`: where they may write at level landlock;
-    at level namespaces it is /tmp.
+    `folders`: readable in addition to Python; `writable`: folder to write in at level landlock; at
+    level namespaces that is /tmp.
     """
 
     def __init__(
@@ -153,10 +152,10 @@ class ForkServer(ForkingProcess):
     def start(
         self, role: str, limits: ProgramLimits, *, link: socket.socket | None = None
     ) -> SandboxedProcess:
-        """A process that waits for its work.  role "run" has pipes as stdin, stdout, stderr;
-        "serve" and "judge" have a `link`.
+        """Start a process that waits for its work.
 
-        Raises SandboxError.
+        Role "run" has pipes as stdin, stdout, stderr; "serve" and "judge" have a `link`.  Raises
+        SandboxError.
         """
         lifeline = socket.socketpair()
         channel = socket.socketpair()
@@ -182,17 +181,17 @@ class ForkServer(ForkingProcess):
             for fd in pipes:
                 os.close(fd)
         try:
-            said = wire.receive(
+            reply = wire.receive(
                 process.channel, largest=wire.LARGEST_REPLY, deadline=time.monotonic() + START_S
             )
         except (BadMessage, OSError) as e:
-            said = {"error": f"it did not answer ({type(e).__name__})"}
-        if said != {"ready": True}:
+            reply = {"error": f"it did not answer ({type(e).__name__})"}
+        if reply != {"ready": True}:
             try:
-                process.end()  # its own reason is better, where it has one
+                process.end()  # prefer the process's own error, if any
             finally:
                 process.close()
-            raise SandboxError(f"a sandbox could not be set up: {said.get('error')}")
+            raise SandboxError(f"a sandbox could not be set up: {reply.get('error')}")
         with self._lock:
             self._processes.add(process)
             if self.aborted:
@@ -200,9 +199,7 @@ class ForkServer(ForkingProcess):
         return process
 
     def abort(self) -> None:
-        """Kills the programs of all processes.  What is said of them from here on is no verdict;
-        see `aborted`.
-        """
+        """Kill the programs of all processes.  Later results are no verdicts; see `aborted`."""
         with self._lock:
             self.aborted = True
             processes = list(self._processes)
@@ -246,15 +243,15 @@ class ForkServer(ForkingProcess):
             *_sites(),
         ]
 
-    def _cannot_start(self, why: str) -> Exception:
-        return SandboxError(why)
+    def _cannot_start(self, reason: str) -> Exception:
+        return SandboxError(reason)
 
-    def _cannot_order(self, why: str) -> Exception:
-        return SandboxError(f"the sandbox's server cannot be reached: {why}")
+    def _cannot_order(self, reason: str) -> Exception:
+        return SandboxError(f"the sandbox's server cannot be reached: {reason}")
 
     def _started(self) -> socket.socket:
         control = super()._started()
-        # a second bolt: programs may have our user id, and a /proc that they cannot open
+        # additional protection: programs may have our user id, and a /proc that they cannot open
         if self.level != "namespaces":
             kernel.hide_memory()
         return control
@@ -271,7 +268,7 @@ _ENVIRONMENT = {
 
 
 def _sites() -> list[str]:
-    """Folders of installed packages: programs may import NumPy."""
+    """Return the folders of installed packages, so that programs may import NumPy."""
     return [
         p
         for p in sys.path

@@ -1,8 +1,8 @@
-"""What runs inside a sandbox: a program that reads stdin and writes stdout, or one whose functions
-are called over a socket.
+"""Code inside a sandbox: a program that reads stdin and writes stdout, or whose functions are
+called over a socket.
 
-The program may do what it likes with this process: what it says over the socket are values that its
-functions returned, never a verdict, and no expected result ever comes here.
+The program may control this process completely: its messages are values of its functions, never a
+verdict, and no expected result is ever sent here.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ NAME = "<program>"
 
 
 def run(program: str) -> None:
-    """Plays `python program`: does not return."""
+    """Run the text like `python program`; does not return."""
     module = _module("__main__")
     status = 0
     try:
-        exec(compile(program, NAME, "exec"), module.__dict__)  # noqa: S102  what a sandbox is for
+        exec(compile(program, NAME, "exec"), module.__dict__)  # noqa: S102  # a sandbox's purpose
     except SystemExit as e:
         status = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
         if status == 1 and not isinstance(e.code, int):
@@ -46,47 +46,47 @@ def run(program: str) -> None:
 
 
 def serve(program: str, channel: socket.socket, link: socket.socket) -> None:
-    """Loads the program, says so on `channel`, then answers calls on `link` until it closes: does
-    not return.
+    """Load the program, report on `channel`, then answer calls on `link` until it closes; does not
+    return.
     """
     module = _module("solution")
     try:
         exec(compile(program, NAME, "exec"), module.__dict__)  # noqa: S102
     except BaseException as e:
-        wire.send(channel, {"error": _told(e)})
+        wire.send(channel, {"error": _error_text(e)})
         os._exit(0)
     wire.send(channel, {"loaded": True})
-    held: list[Any] = []
+    objects: list[Any] = []
     while True:
         try:
             order = wire.receive(link, largest=wire.LARGEST_ORDER)
         except OSError:
             os._exit(0)
-        _answer(link, order, module.__dict__, held)
+        _answer(link, order, module.__dict__, objects)
 
 
-def _answer(link: socket.socket, order: Any, names: dict[str, Any], held: list[Any]) -> None:
+def _answer(link: socket.socket, order: Any, names: dict[str, Any], objects: list[Any]) -> None:
     def hold(value: Any) -> Any:
-        held.append(value)
-        return ["h", len(held) - 1, type(value).__name__]
+        objects.append(value)
+        return ["h", len(objects) - 1, type(value).__name__]
 
-    def given(message: Any) -> Any:
+    def decoded(message: Any) -> Any:
         value = wire.decode(message)
-        return held[value.id] if isinstance(value, wire.Handle) else value
+        return objects[value.id] if isinstance(value, wire.Handle) else value
 
     try:
         verb = order[0]
         target = order[1]
         if isinstance(target, str) and target not in names:
             raise NameError(f"name {target!r} is not defined")
-        thing = names[target] if isinstance(target, str) else held[target]
+        thing = names[target] if isinstance(target, str) else objects[target]
         if verb == "get":
             reply = {"value": wire.encode(thing, hold)}
         elif verb == "attr":
             reply = {"value": wire.encode(getattr(thing, order[2]), hold)}
         else:
-            args = [given(a) for a in order[2]]
-            value = wire.encode(thing(*args, **{k: given(v) for k, v in order[3].items()}), hold)
+            args = [decoded(a) for a in order[2]]
+            value = wire.encode(thing(*args, **{k: decoded(v) for k, v in order[3].items()}), hold)
             reply = {
                 "value": value,
                 "args": [
@@ -97,18 +97,20 @@ def _answer(link: socket.socket, order: Any, names: dict[str, Any], held: list[A
     except OSError:
         os._exit(0)
     except BaseException as e:
-        wire.send(link, {"raised": [c.__name__ for c in type(e).__mro__], "message": _told(e)})
+        wire.send(
+            link, {"raised": [c.__name__ for c in type(e).__mro__], "message": _error_text(e)}
+        )
 
 
-def _told(e: BaseException) -> str:
+def _error_text(e: BaseException) -> str:
     try:
         return f"{type(e).__name__}: {e}"[:500]
-    except Exception:  # its own __str__ fails
+    except Exception:  # the error's own __str__ fails
         return type(e).__name__
 
 
 def _module(name: str) -> types.ModuleType:
-    # of Python's module site, which the sandbox leaves out
+    # defined by Python's module site, which the sandbox skips
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
     sys.argv, sys.modules[name] = [name], types.ModuleType(name)
     return sys.modules[name]

@@ -1,9 +1,8 @@
-"""Projects of several files, in a sandbox of either kind: run as they are, or judged by hidden
-tests.
+"""Run projects of several files in either kind of sandbox, or judge them by hidden tests.
 
-Knows no container and no kernel.  Invariant: what a run writes is seen by no other run; where tests
-and project are in two processes (`served` and `judging`), the tests see what the project's
-functions give and nothing else of it.
+Knows no container and no kernel.
+Invariant: files written by one run are invisible to other runs; with tests and project in two
+processes (`served` and `judging`), the tests get only the results of the project's functions.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ class ProgramRunner(Protocol):
     """
 
     async def run(self, program: str, limits: ProgramLimits, stdin: bytes = b"") -> Ran:
-        """What a Python program prints, and why it did not end well.  Raises SandboxError or
+        """Return a Python program's output, and the reason of a failure.  Raises SandboxError or
         SandboxUnavailable.
         """
         ...
@@ -121,10 +120,10 @@ class ProgramRunner(Protocol):
 async def run_project(
     runner: ProgramRunner, files: Mapping[str, str], arguments: Sequence[str], limits: ProgramLimits
 ) -> Ran:
-    """`python ARGUMENTS` (a file with its arguments, or -m and a module) in a folder of `files`,
+    """Run `python ARGUMENTS` (a file with arguments, or -m and a module) in a folder of `files`,
     texts by relative path.
 
-    Raises ValueError for a path that leaves the folder.
+    Raises ValueError for a path outside the folder.
     """
     _inside(files)
     order = json.dumps({"files": dict(files), "arguments": list(arguments)}).encode()
@@ -132,31 +131,32 @@ async def run_project(
 
 
 def served(files: Mapping[str, str]) -> str:
-    """A program that has the project's modules, to be judged by `judging`.  Raises ValueError for a
-    path that leaves the folder.
+    """Return a program with the project's modules, to be judged by `judging`.  Raises ValueError
+    for a path outside the folder.
     """
     _inside(files)
     return f"{_MODULES}_files = {dict(files)!r}\n{_SERVED.format(folder=FOLDER)}"
 
 
 def judging(files: Mapping[str, str], tests: Mapping[str, str]) -> str:
-    """A test that passes where all unittests in `tests` do.  It runs in a process of its own:
-    modules of the project are stand-ins there, whose functions are called in the project's process
-    and take and give plain data.
+    """Return a test that passes if all unittests in `tests` do.
+
+    It runs in a separate process, where modules of the project are stand-ins: their functions are
+    called in the project's process and exchange plain data.
     """
     _inside(tests)
     names = dict.fromkeys((p for p in files if p not in tests), "")
-    given = f"_files, _tests = {names!r}, {dict(tests)!r}\n"
-    return f"{_MODULES}{given}{_JUDGING}{_TESTED}_tested({_test_modules(tests)!r})\n"
+    definitions = f"_files, _tests = {names!r}, {dict(tests)!r}\n"
+    return f"{_MODULES}{definitions}{_JUDGING}{_TESTED}_tested({_test_modules(tests)!r})\n"
 
 
 async def passes_inside(
     runner: ProgramRunner, files: Mapping[str, str], tests: Mapping[str, str], limits: ProgramLimits
 ) -> Ran:
-    """All unittests in `tests`, run beside the project in one process.
+    """Run all unittests in `tests` in one process with the project.
 
-    That the process ended well is not enough, but a project that looks for the tests and changes
-    them is believed.
+    A clean exit is not sufficient to pass, but a project that finds and changes the tests is
+    undetected.
     """
     key = secrets.token_hex(16)
     runs = f"import importlib\n{_TESTED}_tested({_test_modules(tests)!r})\nprint({key!r})\n"
@@ -168,7 +168,7 @@ async def passes_inside(
 
 
 def _test_modules(tests: Mapping[str, str]) -> list[str]:
-    """Of the files that `python -m unittest` would look into."""
+    """Return the modules that `python -m unittest` would load."""
     return [
         p[:-3].replace("/", ".")
         for p in tests

@@ -1,10 +1,11 @@
-"""Reasoning with a Python tool: the model writes programs, is told what they print, and puts its
-result inside \\boxed{}.
+"""Reasoning with a Python tool: the model writes programs, reads their output, and puts its result
+inside \\boxed{}.
 
 explorer_input:
   taskset: {path: questions.jsonl, default_workflow_type: python_math_workflow}
 
-Programs run in the sandbox that `code_reward` uses, without network, files or memory of others.
+Programs run in the sandbox of `code_reward`, without network or access to files and memory of
+others.
 """
 
 from functools import cache
@@ -28,7 +29,7 @@ def _sandbox() -> Sandbox:
 
 
 class PythonMathArgs(ToolArgs):
-    """As ToolArgs; how long a program may run."""
+    """Like ToolArgs, with the time limit of a program."""
 
     max_tool_response_length: int = Field(
         1024, ge=1, description="characters of a program's output that the model is told"
@@ -53,7 +54,7 @@ class PythonMathArgs(ToolArgs):
 
 @register.workflow("python_math_workflow", args=PythonMathArgs)
 class PythonMath(ToolWorkflow):
-    """Calls execute_python_code as often as it likes, then answers; a run is one row."""
+    """Calls execute_python_code any number of times, then answers; a run is one row."""
 
     Args: type[BaseModel] = PythonMathArgs
     usual_reward = "math_boxed_reward"

@@ -1,12 +1,12 @@
-"""A remote sandbox service: programs go there with their input, what they print comes back and is
-compared here.
+"""A remote sandbox service: send programs with their input, and compare their output here.
 
     POST url {code, stdin, language, compile_timeout, run_timeout, memory_limit_MB}
     -> {status: Success | Failed | SandboxError, message, run_result: {status: Finished |
     TimeLimitExceeded, return_code, stdout, stderr}}
 
-which is the shape of Sandbox Fusion's /run_code.  Invariant: a service that is busy or broken is
-asked again and then raises SandboxError; only what a program did counts as its failure.
+This is the format of Sandbox Fusion's /run_code.
+Invariant: requests to a busy or broken service are repeated, then SandboxError is raised; only the
+program's own behaviour counts as its failure.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if True:
 
 
 class RemoteSandbox:
-    """`url`: the service's address for running code.  At most `max_concurrent` requests at a time.
+    """Client of the service at `url`, with at most `max_concurrent` requests.
 
     A request may take `grace_s` longer than compiling and running its program.
     """
@@ -76,14 +76,15 @@ class RemoteSandbox:
     async def judge(
         self, program: str, checks: Checks, limits: ProgramLimits, *, all: bool = False
     ) -> ProgramVerdict:
-        """As `rft.extras.sandbox.code_sandbox.ProgramJudge`; tests that are code are refused, since
-        there they would run beside the program.
+        """See `rft.extras.sandbox.code_sandbox.ProgramJudge`.
+
+        Raises ConfigError for tests in code, which the service would run in the program's process.
         """
         if isinstance(checks, Pairs):
-            cases = [(program, given, wanted) for given, wanted in checks.pairs]
+            cases = [(program, stdin, expected) for stdin, expected in checks.pairs]
         elif isinstance(checks, Calls):
             called = program + _CALL.format(name=checks.function, mark=_MARK)
-            cases = [(called, json.dumps(list(args)), wanted) for args, wanted in checks.cases]
+            cases = [(called, json.dumps(list(args)), expected) for args, expected in checks.cases]
         else:
             raise ConfigError(
                 "sandbox_url judges inputs and outputs.  Tests that are code would run beside the "
@@ -92,10 +93,10 @@ class RemoteSandbox:
             )
         passed = 0
         first = Ran("passed", "", b"")
-        for code, given, wanted in cases:
-            ran = await self._run(code, given, limits)
+        for code, stdin, expected in cases:
+            ran = await self._run(code, stdin, limits)
             if not ran.reason:
-                ran = _compared(ran.output.decode(), wanted, isinstance(checks, Calls))
+                ran = _compared(ran.output.decode(), expected, isinstance(checks, Calls))
             if not ran.reason:
                 passed += 1
                 continue
@@ -116,15 +117,15 @@ class RemoteSandbox:
             "fetch_files": [],
         }
         body = json.dumps(request).encode()
-        why = ""
+        failure = ""
         for attempt in range(ATTEMPTS):
-            status, answer, retry_after = await self._asked(body, limits.timeout_s)
+            status, answer, retry_after = await self._post_in_turn(body, limits.timeout_s)
             if status == 200:
-                ran, why = _read(answer)
+                ran, failure = _read(answer)
                 if ran is not None:
                     return ran
             else:
-                why = (
+                failure = (
                     f"HTTP {status}: {answer[:200].decode(errors='replace')}"
                     if status
                     else answer.decode()
@@ -136,16 +137,16 @@ class RemoteSandbox:
                     _LONGEST_WAIT_S, self._first_wait_s * 2**attempt * random.uniform(0.5, 1.5)
                 )
                 await asyncio.sleep(max(wait, min(retry_after, _LONGEST_WAIT_S)))
-        raise SandboxError(f"the sandbox at {self._url} gave no result: {why}")
+        raise SandboxError(f"the sandbox at {self._url} gave no result: {failure}")
 
-    async def _asked(self, body: bytes, timeout_s: float) -> tuple[int, bytes, float]:
-        """(HTTP status or 0, body or what went wrong, seconds that the service asks to wait), when
-        there is room for a request.
+    async def _post_in_turn(self, body: bytes, timeout_s: float) -> tuple[int, bytes, float]:
+        """Return (HTTP status or 0, body or error, Retry-After in seconds) of a request, sent when
+        there is room.
         """
         room = self._room.setdefault(
             asyncio.get_running_loop(), asyncio.Semaphore(self._max_concurrent)
         )
-        async with CLOCK.get().turn(room):  # waiting for it is not the time of the run
+        async with CLOCK.get().turn(room):  # waiting does not count towards the run's deadline
             request = asyncio.ensure_future(self._post(body, 2 * timeout_s + self._grace_s))
             self._under_way.add(request)
             request.add_done_callback(self._under_way.discard)
@@ -158,9 +159,7 @@ class RemoteSandbox:
         return request.result()
 
     async def _post(self, body: bytes, allowed_s: float) -> tuple[int, bytes, float]:
-        """One request; `allowed_s` is for all of it, however slowly the service sends its head or
-        its body.
-        """
+        """Send one request; `allowed_s` covers the complete answer, however slow the service."""
         import httpx
 
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -196,9 +195,7 @@ class RemoteSandbox:
         )
 
     def close(self) -> None:
-        """See `rft.extras.sandbox.code_sandbox.ProgramJudge`.  Requests under way are given up at
-        once.
-        """
+        """Cancel requests in progress; see `rft.extras.sandbox.code_sandbox.ProgramJudge`."""
         for request in list(self._under_way):
             if not (loop := request.get_loop()).is_closed():
                 loop.call_soon_threadsafe(request.cancel)
@@ -210,20 +207,20 @@ def _certificates() -> ssl.SSLContext:
 
 
 def _read(answer: bytes) -> tuple[Ran | None, str]:
-    """What the program did; None and the reason if the service does not say."""
+    """Return the program's result, or None and the reason if the service reports none."""
     try:
-        said: Any = json.loads(answer)
-        status = said["status"]
-        result = said.get("run_result") or {}
+        reply: Any = json.loads(answer)
+        status = reply["status"]
+        result = reply.get("run_result") or {}
         if status == "SandboxError":
-            return None, str(said.get("message"))[:300]
-        compiled = said.get("compile_result") or {}
+            return None, str(reply.get("message"))[:300]
+        compiled = reply.get("compile_result") or {}
         if "TimeLimitExceeded" in (result.get("status"), compiled.get("status")):
             return Ran("timeout", "the service stopped it", b""), ""
         if status == "Success":
             return Ran("", "", str(result["stdout"]).encode()), ""
         errors = (
-            str(result.get("stderr") or compiled.get("stderr") or said.get("message"))
+            str(result.get("stderr") or compiled.get("stderr") or reply.get("message"))
             .strip()
             .splitlines()
         )
@@ -238,18 +235,18 @@ def _read(answer: bytes) -> tuple[Ran | None, str]:
         )
 
 
-def _compared(output: str, wanted: Any, called: bool) -> Ran:
+def _compared(output: str, expected: Any, called: bool) -> Ran:
     if not called:
-        right = same_output(output, wanted)
+        right = same_output(output, expected)
         got = output
     else:
-        _, found, got = output.rpartition(_MARK)
+        _, marker, got = output.rpartition(_MARK)
         try:
-            value = json.loads(got) if found else None
+            value = json.loads(got) if marker else None
         except (ValueError, RecursionError):
             return Ran("error", "the result is no JSON", b"")
-        right = bool(found) and (
-            same(value, wanted)
-            or (isinstance(wanted, list) and len(wanted) == 1 and same(value, wanted[0]))
+        right = bool(marker) and (
+            same(value, expected)
+            or (isinstance(expected, list) and len(expected) == 1 and same(value, expected[0]))
         )
     return Ran("" if right else "wrong_answer", "" if right else f"gave {got.strip()[:200]!r}", b"")

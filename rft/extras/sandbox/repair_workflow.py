@@ -1,5 +1,5 @@
-"""Repair a small project: the model sees its files and writes those anew that it changes; hidden
-tests decide.
+"""Repair a small project: the model sees its files and rewrites those it changes; hidden tests
+decide.
 
 explorer_input:
   taskset: {path: "rft.taskset.task_folders:task_folders", args: {folder: examples/repair/tasks},
@@ -30,12 +30,11 @@ _CONTAINERS: dict[str, ContainerSandbox] = {}  # by image
 
 
 class RepairArgs(BaseModel):
-    """`sandbox: local` runs hidden tests in a process of their own, which sees what the project's
-    functions give.
+    """`sandbox: local` runs hidden tests in a separate process, which sees only results of the
+    project's functions.
 
-    `sandbox: container` runs them in the process of the project, where an answer that changes
-    unittest is believed: in the task's image; in `image` where it names none; else in that of its
-    Dockerfile.
+    `sandbox: container` runs them in the project's process, where an answer that changes unittest
+    is not detected.  Image: the task's, else `image`, else built from the task's Dockerfile.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -47,7 +46,7 @@ class RepairArgs(BaseModel):
 
 @register.workflow("repair_workflow", args=RepairArgs)
 class RepairWorkflow(Workflow):
-    """Asks once; reward 1 where the hidden tests pass (`python -m unittest`), else 0."""
+    """Asks once; reward 1 if the hidden tests pass (`python -m unittest`), else 0."""
 
     def __init__(
         self,
@@ -63,13 +62,13 @@ class RepairWorkflow(Workflow):
     async def run(self, task: Task, ctx: RunContext) -> Transcript:
         files = task.row["files"]
         shown = "\n\n".join(f"```{path}\n{text.rstrip()}\n```" for path, text in files.items())
-        said = await ctx.chat(
+        reply = await ctx.chat(
             [
                 {"role": "system", "content": INSTRUCTION},
                 {"role": "user", "content": f"{task.prompt}\n\n{shown}"},
             ]
         )
-        changed = {path: text for path, text in BLOCK.findall(said.answer) if path in files}
+        changed = {path: text for path, text in BLOCK.findall(reply.answer) if path in files}
         if not changed:
             return ctx.transcript(
                 score=Score(value=0.0, reason="no file of the project was written")
@@ -79,15 +78,15 @@ class RepairWorkflow(Workflow):
         if self.sandbox == "container":
             ran = await passes_inside(await self._container(task), project, tests, self.limits)
             passed = not ran.reason
-            why = f"{ran.reason}: {ran.detail}"
+            reason = f"{ran.reason}: {ran.detail}"
         else:
             verdict = await _LOCAL.judge(
                 served(project), Tests([judging(project, tests)]), self.limits
             )
             passed = verdict.right
-            why = f"{verdict.reason}: {verdict.detail}"
+            reason = f"{verdict.reason}: {verdict.detail}"
         return ctx.transcript(
-            score=Score(value=float(passed), reason="the tests pass" if passed else why)
+            score=Score(value=float(passed), reason="the tests pass" if passed else reason)
         )
 
     async def _container(self, task: Task) -> ContainerSandbox:

@@ -1,10 +1,11 @@
-"""Which system calls a sandboxed program may make: a list of allowed ones as a seccomp filter, made
-by hand, no library.
+"""A seccomp filter with the system calls that a sandboxed program may make, assembled without a
+library.
 
-Everything that is not listed fails with EPERM: sockets beyond this process, other processes,
-tracing, mounts, shared memory, io_uring, keys.  Invariant: a call is allowed by its name in the
-tables below, for the two machines whose numbers stand there. Source: Linux,
-Documentation/userspace-api/seccomp_filter.rst and include/uapi/linux/{seccomp,filter,audit}.h.
+Unlisted calls fail with EPERM: sockets beyond this process, other processes, tracing, mounts,
+shared memory, io_uring, keys.  Source: Linux, Documentation/userspace-api/seccomp_filter.rst and
+include/uapi/linux/{seccomp,filter,audit}.h.
+Invariant: calls are allowed by their names in the tables below, for the two architectures whose
+numbers are listed.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _PROGRAMS = """
 execve:59:221 fchdir:81:50 statfs:137:43 fstatfs:138:44 symlink:88:- symlinkat:266:36 link:86:- linkat:265:37
 """
 
-# column of the tables, AUDIT_ARCH
+# (column of the tables, AUDIT_ARCH)
 _MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
 _ALLOW = 0x7FFF0000  # SECCOMP_RET_*
 _KILL = 0x80000000
@@ -73,11 +74,11 @@ _FILTER = 2
 
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEW{TIME,NS,CGROUP,UTS,IPC,USER,PID,NET}
 _THREAD = 0x00010000
-_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | 0x400000  # the last: __O_TMPFILE
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | 0x400000  # the last is __O_TMPFILE
 # TCGETS TIOCGWINSZ FIONBIO FIONREAD FIONCLEX FIOCLEX
 _TERMINAL = (0x5401, 0x5413, 0x5421, 0x541B, 0x5450, 0x5451)
 
-# F_SETOWN F_SETSIG F_SETOWN_EX: a file whose events send signals to another process
+# F_SETOWN F_SETSIG F_SETOWN_EX: files whose events send signals to another process
 _SIGNALLING = (8, 10, 15)
 
 Files = Literal["none", "read", "write"]
@@ -85,7 +86,7 @@ _Code = list[tuple[int, int, int, int]]
 
 
 def supported() -> str:
-    """Empty, or why no filter can be made for this machine."""
+    """Return the reason why no filter exists for this architecture; empty if one does."""
     return (
         ""
         if platform.machine() in _MACHINES
@@ -94,9 +95,10 @@ def supported() -> str:
 
 
 def make(*, files: Files, processes: bool, groups: bool = True, programs: bool = False) -> bytes:
-    """The filter as the kernel wants it.  `files`: what may be opened; `processes`: others may be
-    started, and with `programs` other programs too; without `groups` they stay in this process
-    group and send no signals.
+    """Return the filter in the kernel's format.
+
+    `files`: access to files; `processes`: allow starting processes, and with `programs` also other
+    programs; without `groups` processes stay in this process group and send no signals.
     """
     column, arch = _MACHINES[platform.machine()]
     code: _Code = [
@@ -125,8 +127,8 @@ def make(*, files: Files, processes: bool, groups: bool = True, programs: bool =
 
 
 def install(code: bytes) -> None:
-    """Puts this thread, and all that it starts, under the filter for good.  Needs
-    PR_SET_NO_NEW_PRIVS.  Raises OSError.
+    """Apply the filter permanently to this thread and its children.  Needs PR_SET_NO_NEW_PRIVS.
+    Raises OSError.
     """
     buffer = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
@@ -147,8 +149,7 @@ def _checks(writes: bool, processes: bool) -> list[tuple[str, _Code]]:
     def without(argument: int, bits: int) -> _Code:
         return [_low(argument), (_ANY_BIT, 0, 1, bits), refuse, allow]
 
-    # a second descriptor table or another's limits are nobody's business; own limits can only go
-    # down
+    # only own limits may be set, and these can only decrease
     own_limits = [_low(0), (_EQUAL, 0, 1, 0), allow, refuse]
     # AF_UNIX, SOCK_STREAM
     pair = [
@@ -177,7 +178,7 @@ def _checks(writes: bool, processes: bool) -> list[tuple[str, _Code]]:
             if processes
             else [_low(0), (_ANY_BIT, 0, 1, _THREAD), allow, refuse],
         ),
-        # its flags are behind a pointer; libraries fall back to clone
+        # flags are behind a pointer; libraries fall back to clone
         ("clone3", [(_RETURN, 0, 0, _fail(errno.ENOSYS))]),
         ("socketpair", pair),
         ("prlimit64", own_limits),
@@ -189,7 +190,12 @@ def _rule(number: int, body: _Code) -> _Code:
 
 
 def _low(argument: int) -> tuple[int, int, int, int]:
-    return (_LOAD, 0, 0, 16 + 8 * argument)  # the low half, on the little-endian machines above
+    return (
+        _LOAD,
+        0,
+        0,
+        16 + 8 * argument,
+    )  # the low half: little-endian
 
 
 def _fail(number: int) -> int:

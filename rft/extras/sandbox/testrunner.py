@@ -1,9 +1,9 @@
-"""Runs tests that are code, in a sandbox, against functions that live in another.
+"""Run tests in code in one sandbox against functions in another sandbox.
 
-The tests see stand-ins for the program's functions; what comes back from a call is plain data,
-decoded here, so an `==` that always agrees, a patched `assert` helper or `exit(0)` stay with the
-program.  Invariant: no line of the program is run in this process, and the verdict goes over
-`channel`, which the program does not have.  What the program sent is decoded here and nowhere else.
+The tests see stand-ins for the program's functions.  Results are plain data decoded here, so an
+always-true `==`, a patched `assert` helper or `exit(0)` affect only the program's process.
+Invariant: no line of the program runs in this process, and the verdict is sent on `channel`, which
+the program does not have.  The program's data is decoded only here.
 """
 
 from __future__ import annotations
@@ -33,22 +33,24 @@ _DEFINITIONS = (
 
 
 class ProgramRaised(Exception):
-    """The program's function raised; subclasses are also the exception of that name."""
+    """The program's function raised; subclasses also derive from the exception of that name."""
 
 
 class ProgramGone(ProgramRaised):
-    """The program's process ended, or what it sent cannot be read."""
+    """The program's process ended, or its message cannot be read."""
 
 
 class Link:
-    """The way to the program.  Once it is `gone` nothing passes, whatever the tests caught."""
+    """The connection to the program.  After `closed_reason` is set, no test can pass, whatever the
+    tests catch.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self.gone = ""
+        self.closed_reason = ""
 
     def ask(self, message: Any) -> dict[str, Any]:
-        """The program's reply.  Raises ProgramRaised."""
+        """Return the program's reply.  Raises ProgramRaised."""
         try:
             wire.send(self._sock, message, largest=wire.LARGEST_ORDER)
             reply = wire.receive(self._sock)
@@ -63,21 +65,21 @@ class Link:
         return reply
 
     def take(self, message: Any) -> Any:
-        """The value in a reply."""
+        """Return the value in a reply."""
         try:
             value = wire.decode(message)
         except (BadMessage, MemoryError) as e:
             raise self.end(f"the program's answer cannot be read: {e or 'MemoryError'}") from None
         return Stand(self, value.id, value.kind) if isinstance(value, wire.Handle) else value
 
-    def end(self, why: str) -> ProgramGone:
-        self.gone = self.gone or why
-        return ProgramGone(why)
+    def end(self, reason: str) -> ProgramGone:
+        self.closed_reason = self.closed_reason or reason
+        return ProgramGone(reason)
 
 
 class Stand:
-    """Stands for a function or object of the program.  It can be called and asked for attributes;
-    it equals only itself.
+    """Stand-in for a function or object of the program.  It supports calls and attributes; it
+    equals only itself.
     """
 
     def __init__(self, link: Link, target: str | int, kind: str = "function") -> None:
@@ -92,9 +94,11 @@ class Stand:
         ]
         reply = self._link.ask(message)
         changed = reply.get("args")
-        for mine, theirs in zip(args, changed if isinstance(changed, list) else (), strict=False):
+        for argument, theirs in zip(
+            args, changed if isinstance(changed, list) else (), strict=False
+        ):
             if theirs is not None:
-                _update(mine, self._link.take(theirs))
+                _update(argument, self._link.take(theirs))
         return self._link.take(reply.get("value"))
 
     def __getattr__(self, name: str) -> Any:
@@ -107,10 +111,10 @@ class Stand:
 
 
 def run_tests(order: dict[str, Any], channel: socket.socket, link: socket.socket) -> None:
-    """Judges and sends {passed, total, reason, detail} or {broken: why the tests themselves cannot
-    be run}: does not return.
+    """Judge and send {passed, total, reason, detail}, or {broken: reason why the tests cannot run};
+    does not return.
 
-    `suspect`: an error that wrong tests have, and that a program can cause with what it returns.
+    `suspect`: an error typical of wrong tests that a program can also cause by its results.
     """
     try:
         verdict = _judge(order, Link(link))
@@ -121,10 +125,10 @@ def run_tests(order: dict[str, Any], channel: socket.socket, link: socket.socket
 
 
 def compare(order: dict[str, Any], channel: socket.socket, link: socket.socket) -> None:
-    """Calls `function` with each case that comes, until `channel` closes, and sends {reason,
-    detail} of it: does not return.
+    """Call `function` for each received case until `channel` closes, and send {reason, detail};
+    does not return.
 
-    A case is {args, wanted}; `reason` is empty where the function gave what was wanted.
+    A case is {args, wanted}; empty `reason`: the result equals `wanted`.
     """
     through = Link(link)
     function = order["function"]
@@ -137,23 +141,23 @@ def compare(order: dict[str, Any], channel: socket.socket, link: socket.socket) 
         try:
             target = target or _callable(through, function)
             got = target(*map(wire.decode, case["args"]))
-            wanted = wire.decode(case["wanted"])
-            right = wire.same(got, wanted) or (
-                isinstance(wanted, list) and len(wanted) == 1 and wire.same(got, wanted[0])
+            expected = wire.decode(case["wanted"])
+            right = wire.same(got, expected) or (
+                isinstance(expected, list) and len(expected) == 1 and wire.same(got, expected[0])
             )
-            said = {
+            verdict = {
                 "reason": "" if right else "wrong_answer",
                 "detail": "" if right else f"{function} gave {wire.short(got)}",
             }
         except ProgramRaised as e:
-            said = {"reason": "gone" if through.gone else "error", "detail": str(e)}
-        except Exception as e:  # made of what the program sent: nothing else is run here
-            said = {"reason": "error", "detail": f"its result cannot be compared: {_line(e)}"}
-        wire.send(channel, said)
+            verdict = {"reason": "gone" if through.closed_reason else "error", "detail": str(e)}
+        except Exception as e:  # caused by the program's data: nothing else runs here
+            verdict = {"reason": "error", "detail": f"its result cannot be compared: {_line(e)}"}
+        wire.send(channel, verdict)
 
 
 def _callable(link: Link, function: str) -> Any:
-    """The function, or that method of a `Solution`."""
+    """Return the stand-in of the function, or of that method of a `Solution`."""
     try:
         solution = Stand(link, "Solution")()
     except ProgramGone:
@@ -176,9 +180,9 @@ def _judge(order: dict[str, Any], link: Link) -> dict[str, Any]:
     passed = 0
     first = {"reason": "passed", "detail": ""}
     for test in tests:
-        failure = _one(test, names, entry)
-        if failure is None and link.gone:
-            failure = {"reason": "gone", "detail": link.gone}
+        failure = _run_test(test, names, entry)
+        if failure is None and link.closed_reason:
+            failure = {"reason": "gone", "detail": link.closed_reason}
         if failure is None:
             passed += 1
         elif "broken" in failure:
@@ -200,16 +204,16 @@ def _judge(order: dict[str, Any], link: Link) -> dict[str, Any]:
 
 
 def _run_prompt(prompt: str, names: dict[str, Any]) -> None:
-    """Helpers that stand in the question are the question's, whatever the program makes of them."""
+    """Run the prompt's code, so that tests use its helpers rather than the program's versions."""
     try:
         code = compile(prompt, "<prompt>", "exec")
     except SyntaxError:
-        return  # a question in words
+        return  # the question is not code
     exec(code, names)  # noqa: S102
 
 
-def _one(test: str, names: dict[str, Any], entry: str) -> dict[str, Any] | None:
-    """None if the test passed."""
+def _run_test(test: str, names: dict[str, Any], entry: str) -> dict[str, Any] | None:
+    """Run one test; None if it passed."""
     had = names.pop("check", None)
     try:
         code = compile(test, NAME, "exec")
@@ -218,12 +222,12 @@ def _one(test: str, names: dict[str, Any], entry: str) -> dict[str, Any] | None:
     try:
         exec(code, names)  # noqa: S102
         if entry and callable(names.get("check")):
-            exec(f"check({entry})", names)  # noqa: S102  also of Solution().name
+            exec(f"check({entry})", names)  # noqa: S102  # also for Solution().name
     except ProgramRaised as e:
         return {"reason": "gone" if isinstance(e, ProgramGone) else "error", "detail": _line(e)}
     except BaseException as e:
         where = _where(e, test)
-        # which no program can cause
+        # no program can cause this error
         if isinstance(e, ImportError) and where.startswith(("import ", "from ")):
             return {"broken": _line(e)}
         failure = {"reason": "wrong_answer", "detail": f"{where}: {_line(e)}"[:500]}
@@ -237,7 +241,7 @@ def _one(test: str, names: dict[str, Any], entry: str) -> dict[str, Any] | None:
 
 
 def _only_define(tests: list[str]) -> bool:
-    """Whether nothing is run that a program could fail at."""
+    """Return whether the tests run nothing that a program could fail."""
     nodes = [n for test in tests for n in ast.parse(test).body]
     idle = [
         isinstance(n, _DEFINITIONS)
@@ -248,15 +252,15 @@ def _only_define(tests: list[str]) -> bool:
 
 
 def unknown(tests: list[str], names: dict[str, Any]) -> set[str]:
-    """Names that the tests read before they bind them, and that neither Python nor the question
-    has.
+    """Return names that the tests read before binding them, and that neither Python nor the
+    question defines.
     """
     read: set[str] = set()
     for test in tests:
         try:
             tree = ast.parse(test)
         except SyntaxError:
-            continue  # said when it is run
+            continue  # reported when the test runs
         bound: set[str] = set()
         for name, binds in _names(tree):
             if binds:
@@ -267,8 +271,8 @@ def unknown(tests: list[str], names: dict[str, Any]) -> set[str]:
 
 
 def _names(node: ast.AST, inner: bool = False) -> Iterator[tuple[str, bool]]:
-    """Names in the order in which they are evaluated, and whether each is bound there; bindings of
-    inner scopes are none.
+    """Yield names in evaluation order, and whether each is bound there; bindings of inner scopes do
+    not count.
     """
     if isinstance(node, ast.Name):
         yield node.id, isinstance(node.ctx, ast.Store) and not inner
@@ -282,14 +286,16 @@ def _names(node: ast.AST, inner: bool = False) -> Iterator[tuple[str, bool]]:
 
 
 def _exception(mro: Any, message: str) -> ProgramRaised:
-    """Of the nearest of Python's own exceptions, so that tests may expect a ValueError."""
+    """Return an exception derived from the nearest built-in one, so that tests may expect a
+    ValueError.
+    """
     for name in mro if isinstance(mro, list) else ():
-        own = getattr(builtins, name, None) if isinstance(name, str) else None
-        if isinstance(own, type) and issubclass(own, Exception) and own is not Exception:
+        base = getattr(builtins, name, None) if isinstance(name, str) else None
+        if isinstance(base, type) and issubclass(base, Exception) and base is not Exception:
             try:
-                return type(own.__name__, (ProgramRaised, own), {"__str__": lambda _: message})()  # type: ignore[no-any-return]
+                return type(base.__name__, (ProgramRaised, base), {"__str__": lambda _: message})()  # type: ignore[no-any-return]
             except TypeError:
-                break  # one that wants arguments
+                break  # the base requires arguments
     return ProgramRaised(message)
 
 
@@ -299,10 +305,10 @@ def _give(value: Any) -> Any:
 
 def _refer(value: Any) -> Any:
     if isinstance(value, Stand):
-        known = isinstance(value._target, int)
+        is_reference = isinstance(value._target, int)
         return (
             ["h", value._target, "object"]
-            if known
+            if is_reference
             else value._link.ask(["get", value._target]).get("value")
         )
     if isinstance(value, wire.Handle):
@@ -310,11 +316,15 @@ def _refer(value: Any) -> Any:
     raise NameError(f"tests can hand over plain data only, not {type(value).__name__}")
 
 
-def _update(mine: Any, changed: Any) -> None:
-    """A function may change the list, mapping or set that it is given."""
-    if type(changed) is type(mine) and changed != mine and isinstance(mine, list | dict | set):
-        mine.clear()
-        mine.extend(changed) if isinstance(mine, list) else mine.update(changed)
+def _update(original: Any, changed: Any) -> None:
+    """Apply the program's change of a list, mapping or set argument."""
+    if (
+        type(changed) is type(original)
+        and changed != original
+        and isinstance(original, list | dict | set)
+    ):
+        original.clear()
+        original.extend(changed) if isinstance(original, list) else original.update(changed)
 
 
 def _where(e: BaseException, test: str) -> str:

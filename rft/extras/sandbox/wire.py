@@ -1,8 +1,9 @@
-"""Messages between the processes of a sandbox: JSON in bounded frames; and values of programs as
+"""Messages between the processes of a sandbox as JSON in bounded frames, and values of programs as
 JSON.
 
-Knows nothing of what is said.  Invariant: what is decoded holds only Python's own data types, made
-anew, and `Handle`s; nothing that a program wrote is ever run on the receiving side.
+Independent of the messages' content.
+Invariant: decoded values hold only Python's own data types, newly created, and `Handle`s; nothing
+written by a program is ever run on the receiving side.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from rft.worker import framing
 from rft.worker.framing import BadMessage
 
 LARGEST = 8 << 20
-"""Bytes of a message that a program may send."""
+"""Maximum bytes of a message from a program."""
 LARGEST_ORDER = 1 << 30
 LARGEST_REPLY = 64 << 10
-"""Bytes of a message that says how something went."""
+"""Maximum bytes of a status message."""
 _ITEMS = 1_000_000
-_DIGITS = 4300  # of a number: what Python itself reads from text
-_BITS = 14_285  # as many
+_DIGITS = 4300  # digits of a number: Python's own limit for parsing
+_BITS = 14_285  # about as many bits
 
 
 @dataclass(frozen=True)
 class Handle:
-    """A thing that stays with the program, e.g. an object of its own class."""
+    """An object that stays with the program, e.g. an instance of its own class."""
 
     id: int
     kind: str
@@ -41,12 +42,12 @@ class Handle:
 def send(
     sock: socket.socket, message: Any, *, largest: int = LARGEST, deadline: float | None = None
 ) -> None:
-    """Raises what `framing.send` raises."""
+    """Send a message.  Raises the errors of `framing.send`."""
     framing.send(sock.fileno(), json.dumps(message).encode(), largest=largest, deadline=deadline)
 
 
 def receive(sock: socket.socket, *, largest: int = LARGEST, deadline: float | None = None) -> Any:
-    """Raises what `framing.receive` raises, and BadMessage for what is no JSON."""
+    """Receive a message.  Raises the errors of `framing.receive`, and BadMessage unless it is JSON."""
     return parse(framing.receive(sock.fileno(), largest=largest, deadline=deadline))
 
 
@@ -61,8 +62,8 @@ def parse(data: bytes) -> Any:
 
 
 def encode(value: Any, hold: Callable[[Any], Any]) -> Any:
-    """`value` as JSON.  What is not plain data becomes what `hold(value)` gives: a handle's
-    message.
+    """Encode `value` as JSON; `hold(value)` returns the message of a handle for anything but plain
+    data.
     """
     if value is None or value is True or value is False:
         return value
@@ -80,8 +81,8 @@ def encode(value: Any, hold: Callable[[Any], Any]) -> Any:
         return encode(dict(value), hold)
     if isinstance(value, Iterator):
         return ["i", [encode(v, hold) for v in _first(value)]]
-    plain = _scalar(value)
-    return plain if plain is not None else hold(value)
+    scalar = _scalar(value)
+    return scalar if scalar is not None else hold(value)
 
 
 _BASES: tuple[tuple[type, str, Callable[[Any], Iterator[Any]]], ...] = (
@@ -123,10 +124,10 @@ def _first(items: Iterator[Any]) -> list[Any]:
 
 
 def decode(message: Any) -> Any:
-    """The value.  Raises BadMessage for what `encode` would not have made.
+    """Decode a value.  Raises BadMessage for anything that `encode` does not produce.
 
     Each number takes bounded time, but keys can be chosen so that their hashes collide: only a
-    sandboxed process decodes what a program sent.
+    sandboxed process decodes a program's data.
     """
     try:
         return _decode(message)
@@ -150,8 +151,8 @@ def _decode(m: Any) -> Any:
 
 
 def _typed(value: Any, kind: type[Any]) -> Any:
-    """`value`, if it is just what `encode` makes: a constructor given a text instead of a number
-    would parse that, at any cost.
+    """Return `value` if it has exactly the type that `encode` produces; constructors would parse a
+    text instead of a number, at unbounded cost.
     """
     if type(value) is not kind:
         raise TypeError(f"{type(value).__name__} instead of {kind.__name__}")
@@ -187,20 +188,22 @@ _SCALARS: dict[str, tuple[tuple[type, ...], Callable[..., Any]]] = {
 }
 
 
-def same(got: Any, wanted: Any) -> bool:
-    """Whether plain values are equal, tuples being lists and numbers equal to a relative 1e-9 where
-    one of them is a float.
+def same(got: Any, expected: Any) -> bool:
+    """Return whether plain values are equal; tuples equal lists, and numbers may differ by a
+    relative 1e-9 if one is a float.
     """
-    if isinstance(got, bool) or isinstance(wanted, bool):
-        return got is wanted
-    if isinstance(got, int | float) and isinstance(wanted, int | float):
-        return got == wanted or (float in (type(got), type(wanted)) and _close(got, wanted))
-    if isinstance(got, list | tuple) and isinstance(wanted, list | tuple):
-        return len(got) == len(wanted) and all(map(same, got, wanted))
-    if isinstance(got, dict) and isinstance(wanted, dict):
-        mine, theirs = ({str(k): v for k, v in d.items()} for d in (got, wanted))
-        return mine.keys() == theirs.keys() and all(same(v, theirs[k]) for k, v in mine.items())
-    return type(got) is type(wanted) and bool(got == wanted)
+    if isinstance(got, bool) or isinstance(expected, bool):
+        return got is expected
+    if isinstance(got, int | float) and isinstance(expected, int | float):
+        return got == expected or (float in (type(got), type(expected)) and _close(got, expected))
+    if isinstance(got, list | tuple) and isinstance(expected, list | tuple):
+        return len(got) == len(expected) and all(map(same, got, expected))
+    if isinstance(got, dict) and isinstance(expected, dict):
+        got_items, theirs = ({str(k): v for k, v in d.items()} for d in (got, expected))
+        return got_items.keys() == theirs.keys() and all(
+            same(v, theirs[k]) for k, v in got_items.items()
+        )
+    return type(got) is type(expected) and bool(got == expected)
 
 
 def _close(a: float, b: float) -> bool:
@@ -211,6 +214,6 @@ def _close(a: float, b: float) -> bool:
 
 
 def short(value: Any) -> str:
-    """For people."""
+    """Format a value for display."""
     text = value if isinstance(value, str) else repr(value)
     return repr(text if len(text) <= 200 else f"{text[:200]}…")

@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from rft.errors import SetupError
-from rft.explorer.service_settings import LimitSettings, ServeSettings
+from rft.explorer.service_settings import ServeConfig, ServeRuntime
 from rft.files.disk import read_regular
 from rft.secrets import learn_secrets
 from rft.workflow.endpoint_sessions import hashed
@@ -25,28 +26,26 @@ _LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,80})\s+(?P<hash>[0-9a-f]{64})")
 _MOST = 1 << 20
 
 
-def clients(settings: ServeSettings) -> dict[str, str]:
+def clients(settings: ServeRuntime) -> dict[str, str]:
     """{hash of the key: client}.  Raises SetupError where there is no key, or one that cannot be
     read or is too short.
     """
-    found: dict[str, str] = {}
-    if settings.clients_file is not None:
+    keys: dict[str, str] = {}
+    if (file := settings.config.clients_file) is not None:
         try:
-            lines = read_regular(settings.clients_file, _MOST).decode().splitlines()
+            lines = read_regular(Path(file), _MOST).decode().splitlines()
         except (OSError, UnicodeDecodeError) as e:
-            raise SetupError(
-                f"explorer.serve.clients_file {settings.clients_file} cannot be read: {e}"
-            ) from e
+            raise SetupError(f"explorer.serve.clients_file {file} cannot be read: {e}") from e
         for number, line in enumerate(lines, 1):
             if not (text := line.partition("#")[0].strip()):
                 continue
             if (match := _LINE.fullmatch(text)) is None:
                 raise SetupError(
-                    f"{settings.clients_file}, line {number}: write NAME and the SHA-256 of its "
+                    f"{file}, line {number}: write NAME and the SHA-256 of its "
                     f"key as 64 hex digits; `rft serve --new-key "
                     "NAME` makes both"
                 )
-            found[match["hash"]] = match["name"]
+            keys[match["hash"]] = match["name"]
     if key := os.environ.get(ENVIRONMENT):
         if len(key) < LEAST_KEY:
             raise SetupError(
@@ -54,14 +53,14 @@ def clients(settings: ServeSettings) -> dict[str, str]:
                 f"{LEAST_KEY}"
             )
         learn_secrets([key])
-        found[hashed(key)] = "environment"
-    if not found:
+        keys[hashed(key)] = "environment"
+    if not keys:
         raise SetupError(
             f"no client key: set {ENVIRONMENT} to a random key, or name "
             f"explorer.serve.clients_file (`rft serve --new-key NAME` makes a "
             "line for it)"
         )
-    return found
+    return keys
 
 
 def line_of(name: str, key: str) -> str:
@@ -74,16 +73,18 @@ class TokenBucket:
     """`per_minute` units come back each minute, and no more than that are there at a time."""
 
     per_minute: float
-    left: float
-    seen: float
+    units: float
+    filled_at: float
 
     def fill(self, now: float) -> None:
-        self.left = min(self.per_minute, self.left + (now - self.seen) * self.per_minute / 60)
-        self.seen = now
+        self.units = min(
+            self.per_minute, self.units + (now - self.filled_at) * self.per_minute / 60
+        )
+        self.filled_at = now
 
     def wait_s(self, units: float) -> float:
         """How long until so many are there; 0: they are."""
-        return max(0.0, (units - self.left) * 60 / self.per_minute)
+        return max(0.0, (units - self.units) * 60 / self.per_minute)
 
 
 class TooMuch(Exception):
@@ -97,7 +98,7 @@ class TooMuch(Exception):
 class Quota:
     """The limits of one key."""
 
-    def __init__(self, limits: LimitSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limits: ServeConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self.clock = clock
         now = clock()
@@ -107,25 +108,20 @@ class Quota:
 
     def check(self) -> None:
         """Raises TooMuch where one more request is too many."""
+        if self._under_way >= self._limits.max_concurrent:
+            reason = f"{self._limits.max_concurrent} requests of this key are under way"
+            raise TooMuch(reason, 1.0)
         now = self.clock()
-        limits = self._limits
-        self._requests.fill(now)
-        self._tokens.fill(now)
-        if self._under_way >= limits.max_concurrent:
-            raise TooMuch(f"{limits.max_concurrent} requests of this key are under way", 1.0)
-        if wait := self._requests.wait_s(1):
-            raise TooMuch(
-                f"{limits.requests_per_minute} requests a minute are the limit of this key", wait
-            )
-        if wait := self._tokens.wait_s(1):
-            raise TooMuch(
-                f"{limits.tokens_per_minute} tokens a minute are the limit of this key", wait
-            )
+        for bucket, what in ((self._requests, "requests"), (self._tokens, "tokens")):
+            bucket.fill(now)
+            if wait := bucket.wait_s(1):
+                reason = f"{bucket.per_minute} {what} a minute are the limit of this key"
+                raise TooMuch(reason, wait)
 
     @contextmanager
     def request(self) -> Iterator[None]:
         """While one request is under way, which was checked."""
-        self._requests.left -= 1
+        self._requests.units -= 1
         self._under_way += 1
         try:
             yield
@@ -135,4 +131,4 @@ class Quota:
     def spend(self, tokens: int) -> None:
         """What an answer has cost; more than there was is paid back by waiting."""
         self._tokens.fill(self.clock())
-        self._tokens.left -= tokens
+        self._tokens.units -= tokens

@@ -7,6 +7,7 @@ Knows no sessions.  Invariant: a body is understood wholly or refused.
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -70,5 +71,4 @@ class Feedback(ServeBody):
 
 def call_of(message: str) -> str:
     """The id of a call in that of its answer: "chatcmpl-s12-0" is of call "s12-0"."""
-    kind, _, id = message.partition("-")
-    return id if kind in ("chatcmpl", "cmpl") else message
+    return re.sub("^(chatcmpl-|cmpl-|resp_|msg_)|_i$", "", message)

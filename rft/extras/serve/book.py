@@ -21,7 +21,7 @@ import msgspec
 import xxhash
 
 from rft.errors import DiskFull
-from rft.explorer.service_settings import ServeSettings
+from rft.explorer.service_settings import ServeRuntime
 from rft.extras.serve.live_session import LiveSession
 from rft.extras.serve.session_groups import SessionGroup, SessionGroups
 from rft.types.completion import Score
@@ -64,7 +64,7 @@ class SessionBook:
 
     def __init__(
         self,
-        settings: ServeSettings,
+        settings: ServeRuntime,
         model: ChatModel,
         store: SessionStore,
         on_open: Callable[[LiveSession], Any],
@@ -80,7 +80,7 @@ class SessionBook:
         self.sessions: dict[str, LiveSession] = {}
         # of one call that may be sent again, by client and retry key
         self._alone: dict[tuple[str, str], LiveSession] = {}
-        self.groups = SessionGroups(settings.num_runs, settings.group_deadline_s)
+        self.groups = SessionGroups(settings.num_runs, settings.config.group_deadline)
         # a group closed, or a deadline is earlier than the ones before
         self.changed = asyncio.Event()
         # of what became of sessions, since this process began
@@ -104,7 +104,7 @@ class SessionBook:
     ) -> LiveSession:
         """A new session.  Raises ApiError 429 where the client has too many."""
         key = new_key()
-        stored = self._made(client, hashed(key), task_id, metadata, ttl_s)
+        stored = self._new_session(client, hashed(key), task_id, metadata, ttl_s)
         await self._store.note(stored)
         self.counts["opened"] += 1
         return self._enter(stored, fresh=True, key=key)
@@ -115,7 +115,9 @@ class SessionBook:
         """
         if (session := self._alone.get((client, retry_key))) is not None:
             return session
-        stored = self._made(client, "", "", {"retry_key": retry_key} if retry_key else {}, None)
+        stored = self._new_session(
+            client, "", "", {"retry_key": retry_key} if retry_key else {}, None
+        )
         self.counts["opened"] += 1
         return self._enter(stored, fresh=True)
 
@@ -130,7 +132,7 @@ class SessionBook:
             self.counts["failed"] += 1
             self._leave(session)
 
-    def _made(
+    def _new_session(
         self,
         client: str,
         key_hash: str,
@@ -138,14 +140,14 @@ class SessionBook:
         metadata: dict[str, Any],
         ttl_s: float | None,
     ) -> StoredSession:
-        if self._per_client[client] >= self._settings.limits.max_sessions:
-            why = f"{self._settings.limits.max_sessions} sessions of this client wait"
-            raise ApiError(429, why, code="too_many_sessions", retry_s=10)
+        if self._per_client[client] >= self._settings.config.max_sessions:
+            reason = f"{self._settings.config.max_sessions} sessions of this client wait"
+            raise ApiError(429, reason, code="too_many_sessions", retry_s=10)
         now = self.clock()
         ttl_s = (
-            self._settings.session_ttl_s
+            self._settings.config.session_ttl
             if ttl_s is None
-            else min(ttl_s, self._settings.session_ttl_s)
+            else min(ttl_s, self._settings.config.session_ttl)
         )
         id = f"s{secrets.token_hex(12)}"
         expires = now + ttl_s
@@ -199,11 +201,11 @@ class SessionBook:
                 code="unknown_message",
             )
         if not session.calls and (score.value is None or score.value > 0):
-            why = (
+            reason = (
                 "the session has no answer that could have earned that; one whose first call "
                 "failed takes a reward of 0 or less"
             )
-            raise ApiError(400, why, code="no_calls")
+            raise ApiError(400, reason, code="no_calls")
         if call is not None and session.calls[call].answers > 1:
             raise ApiError(
                 400,
@@ -232,13 +234,13 @@ class SessionBook:
             self.changed.set()
         return "ok" if before is None else "replaced"
 
-    async def join(self, session: LiveSession, others: list[LiveSession], task_id: str) -> None:
+    async def join(self, session: LiveSession, joined: list[LiveSession], task_id: str) -> None:
         """The calls of `others` become those of `session`, of task `task_id`."""
-        if not await self._store.note(Merged(session.id, tuple(s.id for s in others), task_id)):
+        if not await self._store.note(Merged(session.id, tuple(s.id for s in joined), task_id)):
             raise over("explained", "one of these messages was rewarded or given up already")
         await session.load()
         session.stored = msgspec.structs.replace(session.stored, task_id=task_id)
-        for other in others:
+        for other in joined:
             await session.take(other)
             self._leave(other)
 
@@ -246,13 +248,13 @@ class SessionBook:
         """These sessions are never trained.  False: one of them did not wait any more, and is what
         it was.
         """
-        whole = not ids or await self._store.note(Explained(tuple(ids), reason))
-        for id in ids if whole else [id for id in ids if await self._is_explained(id)]:
+        recorded = not ids or await self._store.note(Explained(tuple(ids), reason))
+        for id in ids if recorded else [id for id in ids if await self._is_explained(id)]:
             self.groups.remove(id)
             if (session := self.sessions.get(id)) is not None:
                 self.counts[reason] += 1
                 self._leave(session)
-        return whole
+        return recorded
 
     async def _is_explained(self, id: str) -> bool:
         stored = await self._store.find_session(id)
@@ -347,7 +349,7 @@ def _of_call(stored: StoredSession) -> tuple[str, str] | None:
     return (stored.client, retry_key) if retry_key else None
 
 
-def task_of(settings: ServeSettings, task_id: str) -> Task:
+def task_of(settings: ServeRuntime, task_id: str) -> Task:
     """What the rows of a session say of its task."""
     index = xxhash.xxh32_intdigest(task_id.encode()) & 0x7FFFFFFF
     row = {"task_id": task_id}
@@ -361,5 +363,5 @@ def task_of(settings: ServeSettings, task_id: str) -> Task:
     )
 
 
-def over(state: str, why: str) -> ApiError:
-    return ApiError(409, f"the session is over ({state}): {why}", code="session_over")
+def over(state: str, reason: str) -> ApiError:
+    return ApiError(409, f"the session is over ({state}): {reason}", code="session_over")

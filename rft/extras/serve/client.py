@@ -83,8 +83,10 @@ class _Calls:
 
     def _open(self, task_id: str, metadata: dict[str, Any] | None, ttl_s: float | None) -> _Call:
         body = {"task_id": task_id, "metadata": metadata or {}, "ttl": ttl_s}
-        found = yield from self._call("POST", "/v1/sessions", body)
-        return ClientSession(found["id"], f"{self._address}/run/{found['id']}/v1", found["api_key"])
+        session = yield from self._call("POST", "/v1/sessions", body)
+        return ClientSession(
+            session["id"], f"{self._address}/run/{session['id']}/v1", session["api_key"]
+        )
 
     def _reward(
         self,
@@ -94,8 +96,8 @@ class _Calls:
         final: bool,
     ) -> _Call:
         body = {"reward": reward, "message": message, "final": final}
-        found = yield from self._call("POST", f"/v1/sessions/{session.id}/reward", body)
-        return found["status"]
+        reply = yield from self._call("POST", f"/v1/sessions/{session.id}/reward", body)
+        return reply["status"]
 
 
 def _pause_s(response: httpx.Response | None) -> float:
@@ -146,14 +148,14 @@ class Client(_Calls, contextlib.AbstractContextManager["Client"]):
         return dict(self._do(self._call("GET", f"/v1/sessions/{session.id}")))
 
     def _do(self, call: _Call) -> Any:
-        given: httpx.Response | None = None
+        response: httpx.Response | None = None
         try:
             while True:
-                step = call.send(given)
-                given = None
+                step = call.send(response)
+                response = None
                 if isinstance(step, httpx.Request):
                     with contextlib.suppress(*_AWAY):
-                        given = self._http.send(step)
+                        response = self._http.send(step)
                 else:
                     threading.Event().wait(step)
         except StopIteration as done:
@@ -201,14 +203,14 @@ class AsyncClient(_Calls, contextlib.AbstractAsyncContextManager["AsyncClient"])
         return dict(await self._do(self._call("GET", f"/v1/sessions/{session.id}")))
 
     async def _do(self, call: _Call) -> Any:
-        given: httpx.Response | None = None
+        response: httpx.Response | None = None
         try:
             while True:
-                step = call.send(given)
-                given = None
+                step = call.send(response)
+                response = None
                 if isinstance(step, httpx.Request):
                     with contextlib.suppress(*_AWAY):
-                        given = await self._http.send(step)
+                        response = await self._http.send(step)
                 else:
                     await asyncio.sleep(step)
         except StopIteration as done:

@@ -1,6 +1,8 @@
-"""The service's addresses: OpenAI's for the policy, and what tells it which answers were good.
+"""The service's addresses: the policy's in three dialects, and what tells it which answers were
+good.
 
     POST   /v1/chat/completions, /v1/completions    with a session's key; with a client's key each call is a session by itself
+    POST   /v1/responses, /v1/messages              the same
     GET    /v1/models  /health  /metrics
     POST   /v1/sessions                             {task_id, metadata, ttl} -> {id, api_key, base_url}
     GET    /v1/sessions/{id}                        its state
@@ -23,7 +25,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rft.explorer.service_settings import ServeSettings
+from rft.explorer.service_settings import ServeRuntime
 from rft.extras.serve import bodies
 from rft.extras.serve.access import Quota, TooMuch
 from rft.extras.serve.book import SessionBook, over
@@ -33,8 +35,9 @@ from rft.types.metrics import reduce
 from rft.types.ports import ChatModel, Measured
 from rft.types.sessions import StoredSession
 from rft.workflow.endpoint import WRONG_KEY, Endpoint, json_response, key_of, read_json
-from rft.workflow.endpoint_sessions import Session
-from rft.workflow.endpoint_wire import ApiAnswer, ApiError, ApiRequest, checked, usage
+from rft.workflow.endpoint_answers import ApiAnswer, usage
+from rft.workflow.endpoint_sessions import ModelSession, Session
+from rft.workflow.endpoint_wire import ApiError, ApiRequest, checked
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -44,13 +47,13 @@ class Gateway(Endpoint):
     """`clients`: names by the hashes of their keys."""
 
     def __init__(
-        self, settings: ServeSettings, clients: Mapping[str, str], model: ChatModel
+        self, settings: ServeRuntime, clients: Mapping[str, str], model: ChatModel
     ) -> None:
         super().__init__()
         self._settings = settings
         self._clients = dict(clients)
         self._model = model
-        self.quotas = {name: Quota(settings.limits) for name in clients.values()}
+        self.quotas = {name: Quota(settings.config) for name in clients.values()}
         self._of_sessions: dict[str, Quota] = {}  # by id
         self._book: SessionBook | None = None
         self.listening = asyncio.Event()
@@ -79,7 +82,7 @@ class Gateway(Endpoint):
 
     def add(self, session: Session) -> str:
         assert isinstance(session, LiveSession), "this server has no other ones"
-        self._of_sessions[session.id] = Quota(self._settings.limits)
+        self._of_sessions[session.id] = Quota(self._settings.config)
         session.on_answer = partial(self._count, session)
         return super().add(session)
 
@@ -100,7 +103,7 @@ class Gateway(Endpoint):
         return name
 
     async def respond(
-        self, request: web.Request, asked: ApiRequest, retry_key: str
+        self, request: web.Request, api_request: ApiRequest, retry_key: str
     ) -> tuple[Session, ApiAnswer]:
         name = None if "run" in request.match_info else self._clients.get(key_of(request))
         if name is not None:
@@ -108,18 +111,24 @@ class Gateway(Endpoint):
             with self._limited([self.quotas[name]]):
                 session = self.book.alone(name, retry_key)
                 try:
-                    answer = await session.answer(asked, retry_key)
+                    answer = await session.answer(api_request, retry_key)
                 except BaseException:
                     await self.book.abandon(session)
                     raise
             return session, answer
-        found = self._session(request)
-        assert isinstance(found, LiveSession), "this server has no other ones"
-        with self._limited(self._quotas(found)):
-            return found, await found.answer(asked, retry_key)
+        open_session = self._session(request)
+        with self._limited(self._quotas(open_session)):
+            return open_session, await open_session.answer(api_request, retry_key)
 
-    def _quotas(self, session: LiveSession) -> list[Quota]:
+    async def count_tokens(self, request: web.Request, api_request: ApiRequest) -> int:
+        name = self._clients.get(key_of(request))
+        session = ModelSession(self._model, name) if name else self._session(request)
+        with self._limited([self.quotas[name]] if name else self._quotas(session)):
+            return await session.count_tokens(api_request)
+
+    def _quotas(self, session: Session) -> list[Quota]:
         """What a call of this session counts for; its client may have been removed."""
+        assert isinstance(session, LiveSession), "this server opens no other kind"
         both = self._of_sessions.get(session.id), self.quotas.get(session.stored.client)
         return [quota for quota in both if quota is not None]
 
@@ -149,19 +158,18 @@ class Gateway(Endpoint):
                 stack.enter_context(quota.request())
             yield
 
-    async def _mine(self, request: web.Request) -> LiveSession | StoredSession:
+    async def _authorised_session(self, request: web.Request) -> LiveSession | StoredSession:
         """The session of the address, for its own key or its client's.  Others learn nothing, not
         even whether it is there.
         """
         key = key_of(request)
         id = request.match_info["id"]
-        found = await self.book.find(id) if key else None
-        stored = found.stored if isinstance(found, LiveSession) else found
-        if stored is not None:
+        session = await self.book.find(id) if key else None
+        if session is not None:
+            stored = _stored(session)
             theirs = stored.key_hash and hmac.compare_digest(stored.key_hash, key)
             if theirs or self._clients.get(key) == stored.client:
-                assert found is not None
-                return found
+                return session
         if key in self._clients:
             raise ApiError(404, "this client has no session of this id", code="unknown_session")
         raise ApiError(401, WRONG_KEY, code="invalid_api_key")
@@ -170,9 +178,9 @@ class Gateway(Endpoint):
 
     async def _open(self, request: web.Request) -> web.Response:
         client = self._client(request)
-        asked = checked(bodies.OpenSession, await read_json(request))
-        self._check_task(asked.task_id)
-        session = await self.book.open(client, asked.task_id, asked.metadata, asked.ttl)
+        body = checked(bodies.OpenSession, await read_json(request))
+        self._check_task(body.task_id)
+        session = await self.book.open(client, body.task_id, body.metadata, body.ttl)
         # of a proxy that speaks TLS
         scheme = request.headers.get("X-Forwarded-Proto", request.scheme)
         # the address that this client knows
@@ -183,91 +191,93 @@ class Gateway(Endpoint):
 
     def _check_task(self, task_id: str) -> None:
         if self._settings.num_runs > 1 and not task_id:
-            why = (
+            reason = (
                 "task_id is required, when a session is opened or in /feedback: runs of one task "
                 "are compared with each other here"
             )
-            raise ApiError(400, why, param="task_id", code="task_id_required")
+            raise ApiError(400, reason, param="task_id", code="task_id_required")
 
     async def _show(self, request: web.Request) -> web.Response:
-        found = await self._mine(request)
-        return json_response(_shown(found.stored if isinstance(found, LiveSession) else found))
+        session = await self._authorised_session(request)
+        return json_response(_shown(_stored(session)))
 
     def _check_may_reward(self, request: web.Request) -> None:
         """Raises ApiError for a session's key: what plays a run does not decide what it was worth,
         nor that it does not count.
         """
-        if key_of(request) not in self._clients and not self._settings.session_may_reward:
-            why = (
+        if key_of(request) not in self._clients and not self._settings.config.session_may_reward:
+            reason = (
                 "this takes the key of a client; a session's takes it with "
                 "explorer.serve.session_may_reward: true"
             )
-            raise ApiError(403, why, code="session_may_not_reward")
+            raise ApiError(403, reason, code="session_may_not_reward")
 
     def _check_range(self, score: Score) -> None:
-        low, high = self._settings.reward_range
-        if score.value is not None and not low <= score.value <= high:
-            why = (
+        if (bounds := self._settings.config.reward_range) is None or score.value is None:
+            return
+        low, high = bounds
+        if not low <= score.value <= high:
+            reason = (
                 f"the reward is {score.value:g}; explorer.serve.reward_range takes {low:g} to "
                 f"{high:g}"
             )
-            raise ApiError(400, why, param="reward", code="reward_out_of_range")
+            raise ApiError(400, reason, param="reward", code="reward_out_of_range")
 
     async def _reward_session(self, request: web.Request) -> web.Response:
-        found = await self._mine(request)
+        session = await self._authorised_session(request)
         self._check_may_reward(request)
-        asked = checked(bodies.RewardBody, await read_json(request))
-        self._check_task((found.stored if isinstance(found, LiveSession) else found).task_id)
-        call = None if asked.message is None else bodies.call_of(asked.message)
-        return await self._rewarded(found, asked.score, call, asked.final)
+        body = checked(bodies.RewardBody, await read_json(request))
+        self._check_task(_stored(session).task_id)
+        call = None if body.message is None else bodies.call_of(body.message)
+        return await self._rewarded(session, body.score, call, body.final)
 
     async def _rewarded(
-        self, found: LiveSession | StoredSession, score: Score, call: str | None, final: bool
+        self, session: LiveSession | StoredSession, score: Score, call: str | None, final: bool
     ) -> web.Response:
         self._check_range(score)
-        if isinstance(found, LiveSession):
-            status = await self.book.reward(found, score, call, final)
-        elif found.state == "accepted" and call is None and found.score == score:
+        if isinstance(session, LiveSession):
+            status = await self.book.reward(session, score, call, final)
+        elif session.state == "accepted" and call is None and session.score == score:
             status = "duplicate"
         else:
-            raise over(found.state, found.reason or "it is rows of a group, whose rewards hold")
+            raise over(session.state, session.reason or "it is rows of a group, whose rewards hold")
         return json_response({"object": "reward", "status": status})
 
     async def _withdraw(self, request: web.Request) -> web.Response:
-        found = await self._mine(request)
+        session = await self._authorised_session(request)
         self._check_may_reward(request)
-        if isinstance(found, LiveSession):
-            if not await self.book.explain([found.id], "withdrawn"):
+        if isinstance(session, LiveSession):
+            if not await self.book.explain([session.id], "withdrawn"):
                 raise over("accepted", "it is rows of a group")
-        elif (found.state, found.reason) != ("explained", "withdrawn"):
-            raise over(found.state, found.reason or "it is rows of a group")
-        return json_response({"object": "session.deleted", "id": found.id, "deleted": True})
+        elif (session.state, session.reason) != ("explained", "withdrawn"):
+            raise over(session.state, session.reason or "it is rows of a group")
+        return json_response({"object": "session.deleted", "id": session.id, "deleted": True})
 
     # ------------------------------------------------------------ Trinity's
 
     async def _feedback(self, request: web.Request) -> web.Response:
         client = self._client(request)
-        asked = checked(bodies.Feedback, await read_json(request))
-        task_id = asked.task_id or ""
-        found = dict[str, LiveSession | StoredSession]()
-        for message in asked.msg_ids:
-            one = await self.book.find(bodies.call_of(message))
-            stored = one.stored if isinstance(one, LiveSession) else one
-            if one is None or stored is None or stored.client != client:
+        body = checked(bodies.Feedback, await read_json(request))
+        task_id = body.task_id or ""
+        sessions = dict[str, LiveSession | StoredSession]()
+        for message in body.msg_ids:
+            session = await self.book.find(bodies.call_of(message))
+            if session is None or _stored(session).client != client:
                 raise ApiError(
                     404,
                     f"message {message!r} is none of this client's",
                     param="msg_ids",
                     code="unknown_message",
                 )
-            found[stored.id], task_id = one, task_id or stored.task_id
+            stored = _stored(session)
+            sessions[stored.id], task_id = session, task_id or stored.task_id
         self._check_task(task_id)
-        first = next(iter(found.values()))
+        first = next(iter(sessions.values()))
         waiting = [
-            s for s in found.values() if isinstance(s, LiveSession) and s.stored.state == "open"
+            s for s in sessions.values() if isinstance(s, LiveSession) and s.stored.state == "open"
         ]
-        if len(found) > 1 and (
-            len(waiting) < len(found) or any(s.stored.key_hash for s in waiting[1:])
+        if len(sessions) > 1 and (
+            len(waiting) < len(sessions) or any(s.stored.key_hash for s in waiting[1:])
         ):
             raise ApiError(
                 409,
@@ -275,10 +285,10 @@ class Gateway(Endpoint):
                 param="msg_ids",
                 code="session_over",
             )
-        self._check_range(Score(value=asked.reward))  # before anything is joined
+        self._check_range(Score(value=body.reward))  # before anything is joined
         if waiting and (waiting[1:] or waiting[0].stored.task_id != task_id):
             await self.book.join(waiting[0], waiting[1:], task_id)
-        return await self._rewarded(first, Score(value=asked.reward), None, False)
+        return await self._rewarded(first, Score(value=body.reward), None, False)
 
     async def _commit(self, request: web.Request) -> web.Response:
         client = self._client(request)
@@ -292,20 +302,19 @@ class Gateway(Endpoint):
     # ------------------------------------------------------------ what it does
 
     def values(self) -> dict[str, float]:
-        """Counted since it began."""
+        """Counts since it began, and the sessions that wait."""
         names = ("calls", "prompt_tokens", "completion_tokens", "limited")
-        return {f"serve/{name}": float(self.counts[name]) for name in names}
+        values = {f"serve/{name}": float(self.counts[name]) for name in names}
+        values |= {f"serve/sessions/{name}": float(n) for name, n in self.book.counts.items()}
+        values["serve/sessions/waiting"] = float(len(self.book.sessions))
+        return values
 
     async def _metrics(self, request: web.Request) -> web.Response:
         from aiohttp import web
 
         self._client(request)
-        values = self.values() | {
-            f"serve/sessions/{name}": float(n) for name, n in self.book.counts.items()
-        }
-        waiting = len(self.book.sessions)
-        closed = len(self.book.groups.closed)
-        values |= {"serve/sessions/waiting": float(waiting), "serve/groups/closed": float(closed)}
+        values = self.values()
+        values["serve/groups/closed"] = float(len(self.book.groups.closed))
         if isinstance(self._model, Measured):
             values |= reduce(await self._model.metrics())  # of several engines
         lines = [
@@ -326,6 +335,10 @@ def _to_its_end(
         return await asyncio.shield(handler(request))
 
     return handled
+
+
+def _stored(session: LiveSession | StoredSession) -> StoredSession:
+    return session.stored if isinstance(session, LiveSession) else session
 
 
 def _shown(s: StoredSession) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -26,16 +25,9 @@ from rft.types.sessions import (
 )
 from rft.types.task import Task
 from rft.workflow.base import RunContext
+from rft.workflow.endpoint_answers import ApiAnswer
 from rft.workflow.endpoint_sessions import RunSession, understood
-from rft.workflow.endpoint_wire import ApiAnswer, ApiError, ApiRequest
-
-
-@dataclass(frozen=True)
-class _Retry:
-    """A request that may be sent again."""
-
-    asked: str  # its hash
-    answer: asyncio.Future[ApiAnswer]
+from rft.workflow.endpoint_wire import ApiError, ApiRequest
 
 
 class LiveSession(RunSession):
@@ -52,14 +44,17 @@ class LiveSession(RunSession):
         key: str = "",
     ) -> None:
         # a session without a key of its own is opened by none
-        own = stored.key_hash or "none " + stored.id
-        super().__init__(ctx, task, "taskset", True, id=stored.id, key=key, key_hash=own)
+        session_key_hash = stored.key_hash or "none " + stored.id
+        super().__init__(
+            ctx, task, "taskset", True, id=stored.id, key=key, key_hash=session_key_hash
+        )
         self.name = "policy"
         self.stored = stored
         self._store = store
         self.opening = fresh and not stored.key_hash  # until its only call is stored
         self._loading = None if fresh else asyncio.Lock()
-        self._retries: dict[str, _Retry] = {}
+        # requests that may be sent again: their hash and answer, by retry key
+        self._retries: dict[str, tuple[str, asyncio.Future[ApiAnswer]]] = {}
         self._number = 0
         self.calls: dict[str, StoredCall] = {}  # without payload
         # hears once of each that is stored
@@ -89,7 +84,7 @@ class LiveSession(RunSession):
                             created=call.created,
                         )
                     )
-                    self._retries[call.retry_key] = _Retry(call.asked, done)
+                    self._retries[call.retry_key] = call.asked, done
             self._loading = None
 
     async def take(self, other: LiveSession) -> None:
@@ -99,38 +94,39 @@ class LiveSession(RunSession):
             self._add(call, turns)
         self.scores |= other.scores
 
-    async def answer(self, asked: ApiRequest, retry_key: str) -> ApiAnswer:
+    async def answer(self, request: ApiRequest, retry_key: str) -> ApiAnswer:
         await self.load()
-        digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode(asked)) if retry_key else ""
-        if (known := self._retries.get(retry_key)) is not None:
-            if known.asked != digest:
-                why = (
+        digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode(request)) if retry_key else ""
+        if (retry := self._retries.get(retry_key)) is not None:
+            request_hash, answer = retry
+            if request_hash != digest:
+                reason = (
                     "this Idempotency-Key was used with another request; give each request a key "
                     "of its own"
                 )
-                raise ApiError(409, why, param="Idempotency-Key", code="idempotency_conflict")
-            return await asyncio.shield(known.answer)
+                raise ApiError(409, reason, param="Idempotency-Key", code="idempotency_conflict")
+            return await asyncio.shield(answer)
         if not retry_key:
-            return await self.call(self._answered(asked, "", ""))
+            return await self.call(self._answered(request, "", ""))
         # goes on when the client has gone
-        job = asyncio.ensure_future(self.call(self._answered(asked, retry_key, digest)))
-        self._retries[retry_key] = _Retry(digest, job)
+        job = asyncio.ensure_future(self.call(self._answered(request, retry_key, digest)))
+        self._retries[retry_key] = digest, job
         job.add_done_callback(lambda done: self._forget(retry_key, done))
         return await asyncio.shield(job)
 
     async def reward(self, body: Any) -> dict[str, Any]:
         """What an agent posts that a run starts; here only what is in the store counts."""
-        why = (
+        reason = (
             f"post the reward to /v1/sessions/{self.id}/reward, with the key of the client that "
             f"opened this session"
         )
-        raise ApiError(404, why, code="unknown_address")
+        raise ApiError(404, reason, code="unknown_address")
 
     def _forget(self, retry_key: str, done: asyncio.Future[ApiAnswer]) -> None:
         if done.cancelled() or done.exception() is not None:
             del self._retries[retry_key]
 
-    async def _answered(self, asked: ApiRequest, retry_key: str, digest: str) -> ApiAnswer:
+    async def _answered(self, request: ApiRequest, retry_key: str, digest: str) -> ApiAnswer:
         async with self.scoring:  # a reward that is being stored completes the session
             if self.stored.state != "open":
                 raise ApiError(
@@ -140,12 +136,14 @@ class LiveSession(RunSession):
                 )
             self.under_way += 1
         try:
-            turns = await understood(self.generate(asked))
-            return await asyncio.shield(self._kept(turns, asked.n, retry_key, digest))
+            turns = await understood(self.generate(request))
+            return await asyncio.shield(self._store_answer(turns, request.n, retry_key, digest))
         finally:
             self.under_way -= 1
 
-    async def _kept(self, turns: list[Turn], n: int, retry_key: str, digest: str) -> ApiAnswer:
+    async def _store_answer(
+        self, turns: list[Turn], n: int, retry_key: str, digest: str
+    ) -> ApiAnswer:
         """Stored, recorded and counted, also where the client has gone meanwhile: none is without
         the others.
         """
@@ -191,6 +189,7 @@ class LiveSession(RunSession):
         for turn in turns:
             self._ctx.record(turn)
             self._owners.append(call.id)
+            self.answered[call.id] = turn
 
     def turns_of_calls(self) -> list[tuple[StoredCall, list[Any]]]:
         turns = self._ctx.transcript().turns
@@ -206,11 +205,11 @@ class LiveSession(RunSession):
             "client": self.stored.client,
             "task_id": self.stored.task_id,
         }
-        made = self._ctx.transcript(
+        transcript = self._ctx.transcript(
             info=self.stored.metadata | info, layout="chains", score=self.stored.score
         )
         scored = [
             msgspec.structs.replace(t, score=self.scores.get(owner))
-            for t, owner in zip(made.turns, self._owners, strict=True)
+            for t, owner in zip(transcript.turns, self._owners, strict=True)
         ]
-        return msgspec.structs.replace(made, turns=tuple(scored))
+        return msgspec.structs.replace(transcript, turns=tuple(scored))

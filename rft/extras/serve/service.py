@@ -30,7 +30,7 @@ from rft.buffer.settings import ROLLOUT_MODEL, PipelineSettings
 from rft.errors import FrameRejected
 from rft.explorer.batch_runner import after_operators, encoded
 from rft.explorer.rollout_metrics import engine_metrics, pipeline_metrics, rollout_metrics
-from rft.explorer.service_settings import ServeSettings
+from rft.explorer.service_settings import ServeRuntime
 from rft.explorer.stoppable import StoppableWork
 from rft.extras.serve.access import clients
 from rft.extras.serve.book import WORKFLOW, SessionBook, patient, task_of
@@ -47,7 +47,8 @@ from rft.types.task import Task
 from rft.worker.waiting import works
 from rft.workflow.base import NO_MODELS
 from rft.workflow.group import REJECTED_WEIGHTS, PlayedGroup, judge
-from rft.workflow.play_run import PlayedRun, experiences, value
+from rft.workflow.play_run import PlayedRun
+from rft.workflow.run_rows import experiences, run_reward
 
 log = logging.getLogger(__name__)
 ADDRESS = "serve.json"  # in the run folder, while the service listens
@@ -103,7 +104,7 @@ class Service:
 
     def __init__(
         self,
-        settings: ServeSettings,
+        settings: ServeRuntime,
         pipeline: PipelineSettings,
         *,
         model: ChatModel,
@@ -147,21 +148,21 @@ class Service:
     async def _run(self) -> None:
         await self._pipeline.prepare({**self._models, ROLLOUT_MODEL: self._model})
         try:
-            given = await self._next_batch()  # engines serve from here on
+            assignment = await self._next_batch()  # engines serve from here on
             await self.book.restore()
             await self.gateway.serve(self.book)
             write_whole(
                 self._folder / ADDRESS, json.dumps({"base_url": f"{self.gateway.address}/v1"})
             )
             self._on_listening()
-            step = given.batch + 1 if isinstance(given, Assignment) else 0
+            step = assignment.batch + 1 if isinstance(assignment, Assignment) else 0
             where = f"the policy is served at {self.gateway.address}/v1"
             await self._sink.log(
                 MetricRecord(
                     role="explorer", step=step, time=time.time(), values={}, notes=(where,)
                 )
             )
-            feeding = asyncio.ensure_future(self._feed(given))
+            feeding = asyncio.ensure_future(self._feed(assignment))
             finished = asyncio.ensure_future(self._gate.finished())
             try:
                 await asyncio.wait({feeding, finished}, return_when=asyncio.FIRST_COMPLETED)
@@ -182,31 +183,37 @@ class Service:
     async def _next_batch(self) -> Assignment | str:
         return await self._gate.next_batch(lag=None, fingerprint=WORKFLOW, total=None)
 
-    async def _feed(self, given: Assignment | str) -> None:
+    async def _feed(self, assignment: Assignment | str) -> None:
         """Fills one batch after the other with groups."""
-        held = Counter[int]()
+        accepted_groups = Counter[int]()
         next_task: dict[int, int] = {}
-        first = given.batch if isinstance(given, Assignment) else 0
+        first = assignment.batch if isinstance(assignment, Assignment) else 0
         for stored in await self._buffer.stored_groups(first):
-            held[stored.batch] += stored.accepted
+            accepted_groups[stored.batch] += stored.accepted
             next_task[stored.batch] = max(next_task.get(stored.batch, 0), stored.task + 1)
-        while isinstance(given, Assignment):
-            await self._fill(given.batch, held.pop(given.batch, 0), next_task.pop(given.batch, 0))
-            given = await self._next_batch()
+        while isinstance(assignment, Assignment):
+            await self._fill(
+                assignment.batch,
+                accepted_groups.pop(assignment.batch, 0),
+                next_task.pop(assignment.batch, 0),
+            )
+            assignment = await self._next_batch()
 
     async def _fill(self, batch: int, accepted: int, task: int) -> None:
         """Fills a batch that has so many groups, the next one numbered `task`, closes it and
         reports.
         """
         began = time.monotonic()
-        wanted = self.settings.batch_size
+        batch_size = self.settings.batch_size
         played: list[PlayedGroup] = []
         operated: list[Metric] = []
         reasons: Counter[str] = Counter()
         with works(
-            lambda: f"explore step {batch + 1}: {accepted} of {wanted} groups, {self.book.waiting}"
+            lambda: (
+                f"explore step {batch + 1}: {accepted} of {batch_size} groups, {self.book.waiting}"
+            )
         ):
-            while accepted < wanted:
+            while accepted < batch_size:
                 closed = await self.book.next_group()
                 group = await self._append(GroupId(self._lineage, 0, batch, task), closed, operated)
                 if group is None:
@@ -217,7 +224,7 @@ class Service:
                 if not group.accepted:
                     reasons[group.reason] += 1
         await self._buffer.close_batch(
-            batch, accepted=accepted, wanted=wanted, reasons=dict(reasons)
+            batch, accepted=accepted, expected=batch_size, reasons=dict(reasons)
         )
         await self._gate.explored(batch)
         await self._report(batch, played, time.monotonic() - began, operated)
@@ -228,8 +235,8 @@ class Service:
         """Stores a closed group and returns it as it was rewarded; None where that cannot be
         trained: its sessions end or wait again.
         """
-        found = [self.book.sessions[s] for s in closed.sessions if s in self.book.sessions]
-        sessions = [s for s in found if await self._is_whole(s)]
+        open_sessions = [self.book.sessions[s] for s in closed.sessions if s in self.book.sessions]
+        sessions = [s for s in open_sessions if await self._is_whole(s)]
         if len(sessions) < self.book.groups.needed:
             self._again(s.id for s in sessions)
             return None
@@ -291,7 +298,7 @@ class Service:
             except ValueError as e:  # log-probs of an engine that are no numbers, for example
                 raise FrameRejected(f"not_storable: {id.run(number)} {e}") from e
             took = (session.stored.rewarded or session.stored.created) - session.stored.created
-            runs.append(PlayedRun(rows, value(transcript, transcript.score), took, 0.0, 1))
+            runs.append(PlayedRun(rows, run_reward(transcript, transcript.score), took, 0.0, 1))
         # all runs are scored, so that a single one that can be trained is compared with the others
         needed = 1
         accepted, reason = judge([x for r in runs for x in r.experiences], len(runs), needed)
@@ -319,11 +326,7 @@ class Service:
         self, batch: int, played: list[PlayedGroup], wall_s: float, operated: list[Metric]
     ) -> None:
         values = rollout_metrics(played, wall_s, False) | pipeline_metrics(operated)
-        values |= {f"serve/sessions/{name}": float(n) for name, n in self.book.counts.items()}
-        values |= {
-            "serve/sessions/waiting": float(len(self.book.sessions)),
-            **self.gateway.values(),
-        }
+        values |= self.gateway.values()
         for engines in self._engines:
             values |= await engines.since()
         await self._sink.log(
@@ -338,13 +341,13 @@ def _unanswered(task: Task, session: LiveSession, id: ExperienceId) -> tuple[Exp
     if session.calls:
         return ()
     about = {"session": session.id, "client": session.stored.client}
-    told: dict[str, Any] = {
+    header: dict[str, Any] = {
         "taskset": task.taskset,
         "task_index": task.index,
         "workflow": WORKFLOW,
         "info": about,
     }
-    row = failed(id, **told, reason="the session has no answer")
+    row = failed(id, **header, reason="the session has no answer")
     score = session.stored.score
     assert score is not None, "a session without answers is rewarded as a whole"
     return (msgspec.structs.replace(row, reward=score.value, reward_parts=score.parts),)

@@ -33,7 +33,9 @@ class SessionGroups:
         self.needed = min(2, num_runs)
         self._open: dict[Key, SessionGroup] = {}  # the one that closes first before the others
         self._last = 0.0  # when the newest group was begun
-        self._of: dict[str, tuple[Key, SessionGroup]] = {}  # session: key and group, open or closed
+        self._by_session: dict[
+            str, tuple[Key, SessionGroup]
+        ] = {}  # session: key and group, open or closed
         self.closed: deque[SessionGroup] = deque()
 
     def add(self, client: str, task_id: str, session: str, at: float) -> None:
@@ -45,15 +47,15 @@ class SessionGroups:
                 self._open = dict(sorted(self._open.items(), key=lambda item: item[1].closes))
             self._last = max(at, self._last)
         group.sessions.append(session)
-        self._of[session] = key, group
+        self._by_session[session] = key, group
         if len(group.sessions) == self.num_runs:
             self.closed.append(self._open.pop(key))
 
     def remove(self, session: str) -> None:
         """`session` is withdrawn; a group that was closed with it keeps its others."""
-        if (found := self._of.pop(session, None)) is None:
+        if (entry := self._by_session.pop(session, None)) is None:
             return
-        key, group = found
+        key, group = entry
         group.sessions.remove(session)
         if not group.sessions and self._open.get(key) is group:
             del self._open[key]
@@ -65,7 +67,7 @@ class SessionGroups:
         while self.closed:
             group = self.closed.popleft()
             for session in group.sessions:
-                del self._of[session]
+                del self._by_session[session]
             if len(group.sessions) >= self.needed:
                 return group
             for session in group.sessions:
@@ -109,5 +111,5 @@ class SessionGroups:
             elif give_up:
                 alone += group.sessions
                 for session in group.sessions:
-                    del self._of[session]
+                    del self._by_session[session]
         return alone

@@ -1,13 +1,13 @@
-"""The file of `rft simulate`: a cluster that need not be here, and how fast it is, measured or
-assumed.
+"""The cluster file of `rft simulate`: a possibly absent cluster and its measured or assumed speeds.
 
-Knows runs' metrics, not the schedule.  Invariant: every number that a forecast uses is one of
-`assumptions`.
+Knows runs' metrics, not the schedule.  Invariant: every number that a forecast uses is listed in
+its assumptions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import chain, combinations
 from pathlib import Path
 from statistics import fmean, median
@@ -17,13 +17,13 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from rft.config.memory_estimate import BYTES, GIB
-from rft.config.model_folder import ModelShape
 from rft.config.plan import Facts, Plan
 from rft.config.yamlfile import parse
 from rft.errors import ConfigError, nearest
 from rft.files.disk import read_regular
 from rft.monitor.read import read
+from rft.preflight.memory_terms import BYTES, GIB
+from rft.preflight.model_folder import ModelShape
 from rft.types.metrics import MetricRecord
 
 KEY = "CLUSTER"
@@ -42,43 +42,44 @@ _HARDWARE = (
 
 
 class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Speeds in units of one GPU, or of the machine's cores where there is none; GB are 10⁹ bytes."""
+    """Speeds of one GPU, or of the machine's cores without GPUs; GB are 10⁹ bytes."""
 
     nodes: Count = 1
     gpus_per_node: Annotated[int, Meta(ge=0)] = 0
     gpu_memory_gib: Positive | None = None
-    peak_tflops: Positive | None = None  # in the types that are computed with
+    peak_tflops: Positive | None = None  # in the compute dtypes
     memory_gbps: Positive | None = None  # of a GPU's own memory
     link_gbps: Positive | None = None  # between GPUs of a node
-    network_gbps: Positive | None = None  # of a node, to the others
+    network_gbps: Positive | None = None  # between nodes
     prompt_tokens: Count | None = None  # mean of a task's prompt
     response_tokens: Count | None = None  # mean of a run's answer
     longest_response: Count | None = None  # mean over batches of their longest answer
     train_share: Share = 0.4  # of peak_tflops, forward and backward
     prefill_share: Share = 0.5  # of peak_tflops
     decode_share: Share = 0.6  # of memory_gbps
-    # of one token of all texts, beside reading memory: scheduling, sampling
+    # per token of all texts, besides reading memory: scheduling, sampling
     decode_step_ms: Annotated[float, Meta(ge=0)] = 5.0
-    # of an explore batch, beside its tokens: rewards, storing
+    # per explore batch, besides its tokens: rewards, storing
     batch_s: Annotated[float, Meta(ge=0)] = 1.0
-    step_s: Annotated[float, Meta(ge=0)] = 0.5  # of a train step, beside its tokens
-    # of a publication, beside its bytes: pause, probes, canary
+    step_s: Annotated[float, Meta(ge=0)] = 0.5  # per train step, besides its tokens
+    # per publication, besides its bytes: pause, probes, canary
     sync_s: Annotated[float, Meta(ge=0)] = 1.0
     # speed of each side while both work; without GPUs they share the cores
     overlap: Share | None = None
-    measured: tuple[str, ...] = ()  # folders of runs, whose times replace the speeds above
+    measured: tuple[str, ...] = ()  # run folders whose times replace these speeds
 
     @property
     def shared_speed(self) -> float:
         return self.overlap if self.overlap is not None else 1.0 if self.gpus_per_node else 0.5
 
     def facts(self) -> Facts:
-        """Of a machine of it; neither its memory nor its disk is judged."""
+        """Return the facts of a machine of the cluster; main memory and disk are not judged."""
         memory = None if self.gpu_memory_gib is None else int(self.gpu_memory_gib * GIB)
         return Facts(
             gpus=self.nodes * self.gpus_per_node,
             memory=None,
             gpu_memory=memory,
+            gpu_memory_declared=memory is not None,
             disk=lambda folder: None,
         )
 
@@ -87,13 +88,11 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Speeds(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds, and mean tokens.  `prompt_token` and `trained_token` are of one engine and of one
-    rank.
-    """
+    """Seconds, and mean tokens.  `prompt_token` is per engine, `trained_token` per rank."""
 
     batch: float
-    decode_step: float  # one token of every text that an engine writes
-    decode_token: float  # more for each of these texts
+    decode_step: float  # one token of every text that an engine generates
+    decode_token: float  # additional, for each of these texts
     prompt_token: float
     step: float
     trained_token: float
@@ -106,7 +105,10 @@ class Speeds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load(path: Path) -> ClusterFile:
-    """Raises ConfigError that names the key, what was given and what is allowed."""
+    """Read a cluster file.
+
+    Raises ConfigError naming the key, the given value and the allowed values.
+    """
     try:
         value, _ = parse(read_regular(path, 1 << 20).decode("utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as e:
@@ -121,31 +123,31 @@ def load(path: Path) -> ClusterFile:
             key=KEY,
         )
     try:
-        found = msgspec.convert(value, ClusterFile, strict=True)
+        cluster = msgspec.convert(value, ClusterFile, strict=True)
     except msgspec.ValidationError as e:
         raise ConfigError(
             f"{path}: {str(e).replace('$.', '')}",
             key=KEY,
             given=value if not isinstance(value, dict) else None,
         ) from None
-    lacking = [k for k in _HARDWARE if getattr(found, k) is None]
-    if lacking and not found.measured:
+    lacking = [k for k in _HARDWARE if getattr(cluster, k) is None]
+    if lacking and not cluster.measured:
         raise ConfigError(
             f"{path} lacks {', '.join(lacking)}; write them, or `measured: [RUN]` with the folder "
             f"of a run",
             key=KEY,
         )
-    if found.nodes > 1 and found.network_gbps is None and not found.measured:
-        raise ConfigError(f"{path} has {found.nodes} nodes and lacks network_gbps", key=KEY)
-    return found
+    if cluster.nodes > 1 and cluster.network_gbps is None and not cluster.measured:
+        raise ConfigError(f"{path} has {cluster.nodes} nodes and lacks network_gbps", key=KEY)
+    return cluster
 
 
 def of_hardware(c: ClusterFile, plan: Plan, shape: ModelShape, texts: float) -> Speeds:
-    """From peaks and shares, for an engine that writes `texts` at a time.
+    """Return speeds from peaks and shares, for an engine that generates `texts` at a time.
 
     Decoding reads the weights once for a token of all texts, and the keys and values of each;
-    prefill and training are counted in multiplications: 2 a parameter and token forward, 4 backward
-    (Kaplan et al. 2020, section 2.1), without those of attention.
+    prefill and training are counted in multiplications: 2 per parameter and token forward, 4
+    backward (Kaplan et al. 2020, section 2.1), without those of attention.
     """
     assert (
         c.peak_tflops
@@ -164,13 +166,12 @@ def of_hardware(c: ClusterFile, plan: Plan, shape: ModelShape, texts: float) -> 
     weights = shape.parameters * BYTES[engine.dtype] / memory
     cached = (c.prompt_tokens + c.response_tokens / 2) * shape.cached * BYTES[engine.dtype] / memory
     computed = 2 * active / (gpus * peak * c.prefill_share)
-    # what bounds it: memory or arithmetic
+    # bounded by memory or arithmetic
     token = max(weights + texts * cached, texts * computed) - weights
     passes = 6 + 2 * learner.gradient_checkpointing + 2 * _forward_passes(plan)
     ranks = learner.world_size
     trained = passes * active / (peak * c.train_share)
-    # weights are gathered twice and gradients are spread once for each micro-batch, while others
-    # compute
+    # each micro-batch gathers weights twice and scatters gradients once, overlapping computation
     if ranks > 1:
         link = (
             c.link_gbps
@@ -199,77 +200,75 @@ def of_hardware(c: ClusterFile, plan: Plan, shape: ModelShape, texts: float) -> 
 
 
 def _active(shape: ModelShape) -> int:
-    """Parameters that one token is multiplied with; of experts those that it goes through."""
+    """Return the parameters multiplied per token; of experts, only the chosen ones."""
     attention = shape.hidden * (2 * shape.queries + 2 * shape.keys)
     layer = attention + (3 if shape.gated else 2) * shape.hidden * shape.mlp
     return min(shape.parameters, shape.layers * layer + shape.embedding)
 
 
 def _forward_passes(plan: Plan) -> int:
-    """Before each step; a critic's are not counted."""
+    """Return the number of forward passes before each step, without the critic's."""
     from rft.algorithm.needs import needs
 
     before = needs(plan.learner.algorithm).before
     return ("ref" in before) + bool(before - {"ref", "values"})
 
 
-def of_runs(runs: Mapping[str, tuple[Plan, list[MetricRecord]]]) -> Speeds:
-    """From the times of runs on such machines: least squares with coefficients that are not
-    negative.
+@dataclass
+class _Samples:
+    """Terms and seconds of every step of the runs."""
 
-    Raises ConfigError where there are too few steps.
+    batches: list[tuple[list[float], float]] = field(default_factory=list)
+    steps: list[tuple[list[float], float]] = field(default_factory=list)
+    syncs: list[float] = field(default_factory=list)
+    verified: list[float] = field(default_factory=list)
+    lengths: list[tuple[float, float, float]] = field(default_factory=list)
+    computed: list[float] = field(default_factory=list)  # positions / tokens
+
+    def add_batch(self, plan: Plan, values: Mapping[str, float]) -> None:
+        texts, mean, longest, prompt = (values[f"rollout/{x}"] for x in _LENGTHS)
+        texts /= len(plan.engines)
+        prompts = texts / max(t.num_runs for t in plan.explorer.tasksets) * prompt
+        steps = decode_steps(texts, concurrent(plan), mean, longest)
+        terms = [1.0, steps, texts * mean, prompts]
+        self.batches.append((terms, values["rollout/time/batch"]))
+        self.lengths.append((mean, longest, prompt))
+
+    def add_step(self, plan: Plan, values: Mapping[str, float]) -> None:
+        prompts = prompts_of(plan) * values["experience/prompt_length/mean"]
+        tokens = values["experience/response_tokens"] + prompts
+        positions = values.get("perf/computed_positions", tokens)
+        terms = [1.0, positions / plan.learner.world_size]
+        self.steps.append((terms, values["time/train_s"]))
+        self.computed.append(positions / tokens)
+        if "time/sync_s" in values:
+            self.syncs.append(values["time/sync_s"])
+
+
+def of_runs(runs: Mapping[str, tuple[Plan, list[MetricRecord]]]) -> Speeds:
+    """Fit speeds to the times of runs on such machines, by least squares with non-negative
+    coefficients.
+
+    Raises ConfigError for too few steps.
     """
-    batches = []
-    steps = []
-    syncs = []
-    verified = []
-    lengths = []
-    computed = []
+    samples = _Samples()
     for plan, records in runs.values():
-        for v in (
-            r.values
-            for r in records
-            if r.role == "explorer" and "rollout/response_length/mean" in r.values
-        ):
-            texts, mean, longest, prompt = (v[f"rollout/{x}"] for x in _LENGTHS)
-            texts /= len(plan.engines)
-            prompts = texts / max(t.num_runs for t in plan.explorer.tasksets) * prompt
-            batches.append(
-                (
-                    [
-                        1.0,
-                        decode_steps(texts, concurrent(plan), mean, longest),
-                        texts * mean,
-                        prompts,
-                    ],
-                    v["rollout/time/batch"],
-                )
-            )
-            lengths.append((mean, longest, prompt))
-        # the first step compiles
-        later = [r.values for r in records if r.role == "trainer" and r.step > 1]
-        for v in (v for v in later if "time/train_s" in v):
-            tokens = (
-                v["experience/response_tokens"]
-                + prompts_of(plan) * v["experience/prompt_length/mean"]
-            )
-            positions = v.get("perf/computed_positions", tokens)
-            steps.append(([1.0, positions / plan.learner.world_size], v["time/train_s"]))
-            computed.append(positions / tokens)
-            syncs += [v["time/sync_s"]] if "time/sync_s" in v else []
-        verified += [
-            v["sync/total_s"] - v["sync/opened_s"]
-            for v in (r.values for r in records)
-            if "sync/opened_s" in v
-        ]
-    if min(len(batches), len(steps), len(syncs)) < 3:
+        for r in records:
+            if r.role == "explorer" and "rollout/response_length/mean" in r.values:
+                samples.add_batch(plan, r.values)
+            # the first step compiles
+            if r.role == "trainer" and r.step > 1 and "time/train_s" in r.values:
+                samples.add_step(plan, r.values)
+            if "sync/opened_s" in r.values:
+                samples.verified.append(r.values["sync/total_s"] - r.values["sync/opened_s"])
+    if min(len(samples.batches), len(samples.steps), len(samples.syncs)) < 3:
         raise ConfigError(
             f"{', '.join(runs)}: three steps with a publication are the least to learn speeds from",
             key=KEY,
         )
-    batch, decode_step, decode_token, prompt_token = _fitted(batches)
-    step, trained = _fitted(steps)
-    mean, longest, prompt = (fmean(x[i] for x in lengths) for i in range(3))
+    batch, decode_step, decode_token, prompt_token = _fitted(samples.batches)
+    step, trained = _fitted(samples.steps)
+    mean, longest, prompt = (fmean(x[i] for x in samples.lengths) for i in range(3))
     return Speeds(
         batch=batch,
         decode_step=decode_step,
@@ -277,37 +276,37 @@ def of_runs(runs: Mapping[str, tuple[Plan, list[MetricRecord]]]) -> Speeds:
         prompt_token=prompt_token,
         step=step,
         trained_token=trained,
-        sync=median(syncs) - median(verified or [0.0]),
+        sync=median(samples.syncs) - median(samples.verified or [0.0]),
         prompt=prompt,
         response=mean,
         longest=longest,
-        computed=fmean(computed),
+        computed=fmean(samples.computed),
     )
 
 
 def _fitted(rows: list[tuple[list[float], float]]) -> list[float]:
-    """Least squares over all choices of columns whose coefficients come out positive; those of the
-    others are 0.
+    """Return the best least-squares fit over all subsets of columns with non-negative coefficients;
+    other coefficients are 0.
     """
-    given = np.array([r[0] for r in rows])
+    terms = np.array([r[0] for r in rows])
     times = np.array([r[1] for r in rows])
-    scale = given.max(axis=0).clip(1e-12)
-    width = given.shape[1]
+    scale = terms.max(axis=0).clip(1e-12)
+    width = terms.shape[1]
     best = np.zeros(width)
     least = float(times @ times)
     for columns in chain.from_iterable(combinations(range(width), n) for n in range(1, width + 1)):
-        part = given[:, columns] / scale[list(columns)]
-        found = np.linalg.lstsq(part, times, rcond=None)[0]
-        off = part @ found - times
-        if (found >= 0).all() and off @ off < least:
+        part = terms[:, columns] / scale[list(columns)]
+        coefficients = np.linalg.lstsq(part, times, rcond=None)[0]
+        off = part @ coefficients - times
+        if (coefficients >= 0).all() and off @ off < least:
             least = float(off @ off)
             best = np.zeros(width)
-            best[list(columns)] = found / scale[list(columns)]
+            best[list(columns)] = coefficients / scale[list(columns)]
     return [float(x) for x in best]
 
 
 def concurrent(plan: Plan) -> int:
-    """Texts that one engine may write at a time."""
+    """Return how many texts one engine may generate at a time."""
     return max(
         1,
         min(
@@ -317,34 +316,37 @@ def concurrent(plan: Plan) -> int:
 
 
 def decode_steps(texts: float, at_once: float, mean: float, longest: float) -> float:
-    """Tokens in a row that an engine writes until the last of `texts` answers ends, `at_once` of
-    them at a time.
+    """Return the tokens that an engine generates in sequence until the last of `texts` answers
+    ends, with `at_once` at a time.
     """
     return longest + mean * max(0.0, texts / at_once - 1)
 
 
 def prompts_of(plan: Plan) -> float:
-    """Prompts that a train step computes: one a group where rows share it, else one a row."""
+    """Return the prompts that a train step computes: one per group if shared, else one per row."""
     runs = max((t.num_runs for t in plan.explorer.tasksets), default=1)
     return rows_of(plan) / (runs if plan.learner.row_layout in ("auto", "shared") else 1)
 
 
 def rows_of(plan: Plan) -> float:
-    """Rows of a train step."""
-    return plan.runs_per_step * plan.sync.step_units / plan.sync.batch_units
+    """Return the rows of a train step."""
+    return plan.runs_per_step * plan.schedule.step_units / plan.schedule.batch_units
 
 
-def measured(cluster: ClusterFile, beside: Path) -> dict[str, tuple[Plan, list[MetricRecord]]]:
-    """The runs that the file names, by folder; relative ones are beside it.  Raises ConfigError."""
-    from rft.config.verify import check
+def measured(cluster: ClusterFile, base: Path) -> dict[str, tuple[Plan, list[MetricRecord]]]:
+    """Return the runs that the file names, by folder; relative folders start at `base`.
 
-    found = {}
+    Raises ConfigError.
+    """
+    from rft.preflight.check import check
+
+    by_folder = {}
     for name in cluster.measured:
-        folder = beside / name
+        folder = base / name
         report = check(folder / "config.resolved.yaml", schema_only=True)
         if report.plan is None or not (folder / "metrics.jsonl").is_file():
             raise ConfigError(
                 "is no folder of a run that has trained", key=f"{KEY}: measured", given=name
             )
-        found[name] = (report.plan, read(folder / "metrics.jsonl"))
-    return found
+        by_folder[name] = (report.plan, read(folder / "metrics.jsonl"))
+    return by_folder

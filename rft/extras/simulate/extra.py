@@ -1,11 +1,11 @@
-"""The extra that foretells a run on a cluster that is not here."""
+"""The extra that forecasts a run on another cluster."""
 
 from rft.plugins import Extra, Verb
 
 EXTRA = Extra(
     verbs={
         "simulate": Verb(
-            "Foretell step times, waits and staleness on a cluster.",
+            "Forecast step times, waits and staleness on a cluster.",
             "rft simulate cluster.yaml --config my.yaml",
             "rft.extras.simulate.simulate_command:simulate",
         ),

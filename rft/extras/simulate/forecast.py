@@ -1,8 +1,8 @@
-"""How long the steps of a plan take on a cluster that need not be here, who waits, and which split,
-interval and style are faster.
+"""Forecast a plan on a possibly absent cluster: step times, waits, and which split, interval and
+style are faster.
 
-The schedule is the run's own, on a simulated clock.  Invariant: a forecast follows from the plan,
-the model's sizes and `Speeds` alone. Not in it: evaluations, checkpoints, several turns of a run,
+Uses the run's own schedule on a simulated clock.  Invariant: a forecast follows from the plan, the
+model's sizes and `Speeds` alone. Not included: evaluations, checkpoints, several turns of a run,
 judges.
 """
 
@@ -17,11 +17,7 @@ from typing import Any
 
 import msgspec
 
-from rft.config import lora_plan, model_folder
-from rft.config.memory_estimate import BYTES, engine, estimate, too_much
-from rft.config.memory_shared import phases
-from rft.config.model_folder import ModelShape
-from rft.config.plan import Plan, schedule
+from rft.config.plan import Plan
 from rft.errors import ConfigError
 from rft.extras.simulate import cluster_file
 from rft.extras.simulate.cluster_file import (
@@ -32,17 +28,24 @@ from rft.extras.simulate.cluster_file import (
     prompts_of,
     rows_of,
 )
+from rft.preflight import lora_checks, model_folder
+from rft.preflight.memory_estimate import engine, estimate, too_much
+from rft.preflight.memory_shared import phases
+from rft.preflight.memory_terms import BYTES
+from rft.preflight.model_folder import ModelShape
 from rft.sync.schedule import Style
 from rft.sync.timeline import Span, simulate
 
-_STEPS = 60  # simulated, rounded up to whole intervals; the first third is left out
+_STEPS = 60  # simulated steps, rounded up to full intervals; the first third is ignored
 _BOUNDS = (0, 1, 2, 4, 8)  # of staleness, in steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Seconds of a step and its parts, each alone; shares of the time without a batch, and without
-    a train step or a publication; the steps that trained rows are old.
+    """Step times, idle shares and staleness of a plan.
+
+    Seconds of a step and of its parts, each alone; idle shares of the explorer (no batch) and of
+    the trainer (no train step or publication); mean staleness of trained rows, in steps.
     """
 
     plan: Plan
@@ -58,7 +61,7 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """What is told: of the configuration, and for bounds of staleness the fastest variant."""
+    """The forecast of a configuration, and the fastest variant for bounds of staleness."""
 
     cluster: ClusterFile
     speeds: Speeds
@@ -66,11 +69,11 @@ class Simulated:
     faster: dict[int, Forecast]
 
     def rows(self) -> list[tuple[str, str]]:
-        """(what, how much), the assumptions last."""
+        """Return (name, value) rows, the assumptions last."""
         f = self.forecast
         c = self.cluster
         s = self.speeds
-        found = [
+        rows = [
             ("step", f"{f.step_s:.3g} s, {f.tokens_per_s:,.0f} trained response tokens a second"),
             (
                 "parts alone",
@@ -86,7 +89,7 @@ class Simulated:
             ),
         ]
         if c.measured:
-            found.append(("measured in", ", ".join(c.measured)))
+            rows.append(("measured in", ", ".join(c.measured)))
             names = (
                 "batch",
                 "decode_step",
@@ -110,7 +113,7 @@ class Simulated:
             "overlap": c.shared_speed
         }
         return [
-            *found,
+            *rows,
             (
                 "seconds" if c.measured else "assumed",
                 ", ".join(f"{k} {v:.3g}" for k, v in values.items()),
@@ -118,14 +121,14 @@ class Simulated:
         ]
 
     def choices(self) -> list[tuple[str, ...]]:
-        """A row for each of `faster`."""
+        """Return a table row for each of `faster`."""
         return [
             (
                 f"{bound} step{'s' * (bound != 1)} old",
                 str(len(f.plan.engines)),
                 str(f.plan.learner.world_size),
-                f"{f.plan.sync.style}, sync_interval {f.plan.sync.interval}, sync_offset "
-                f"{f.plan.sync.offset}",
+                f"{f.plan.schedule.style}, sync_interval {f.plan.schedule.interval}, sync_offset "
+                f"{f.plan.schedule.offset}",
                 f"{f.step_s:.3g}",
                 f"{f.explorer_idle:.0%}",
                 f"{f.trainer_idle:.0%}",
@@ -134,41 +137,43 @@ class Simulated:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        def told(f: Forecast) -> dict[str, Any]:
-            sync = f.plan.sync
+        def as_json(f: Forecast) -> dict[str, Any]:
+            schedule = f.plan.schedule
             chosen = {
                 "engines": len(f.plan.engines),
                 "ranks": f.plan.learner.world_size,
-                "sync_style": sync.style,
+                "sync_style": schedule.style,
             }
-            chosen |= {"sync_interval": sync.interval, "sync_offset": sync.offset}
+            chosen |= {"sync_interval": schedule.interval, "sync_offset": schedule.offset}
             return chosen | {x.name: getattr(f, x.name) for x in fields(f) if x.name != "plan"}
 
         speeds = msgspec.structs.asdict(self.speeds)
         cluster = msgspec.structs.asdict(self.cluster)
-        faster = [{"max_staleness": k} | told(f) for k, f in self.faster.items()]
-        return told(self.forecast) | {"speeds": speeds, "cluster": cluster, "faster": faster}
+        faster = [{"max_staleness": k} | as_json(f) for k, f in self.faster.items()]
+        return as_json(self.forecast) | {"speeds": speeds, "cluster": cluster, "faster": faster}
 
 
-def simulated(cluster: ClusterFile, plan: Plan, beside: Path) -> Simulated:
-    """`beside`: the folder of the cluster's file.  Raises ConfigError where nothing can be
-    foretold.
+def simulated(cluster: ClusterFile, plan: Plan, folder: Path) -> Simulated:
+    """Forecast a plan; `folder`: that of the cluster file.
+
+    Raises ConfigError if no forecast is possible.
     """
-    there = Simulation(cluster, plan, beside)
+    simulation = Simulation(cluster, plan, folder)
     return Simulated(
         cluster=cluster,
-        speeds=there.speeds(plan),
-        forecast=there.forecast(plan),
-        faster=there.faster(),
+        speeds=simulation.speeds(plan),
+        forecast=simulation.forecast(plan),
+        faster=simulation.faster(),
     )
 
 
 class Simulation:
     """A configuration on a cluster."""
 
-    def __init__(self, cluster: ClusterFile, plan: Plan, beside: Path) -> None:
-        """`beside`: the folder of the cluster's file.  Raises ConfigError where nothing can be
-        foretold.
+    def __init__(self, cluster: ClusterFile, plan: Plan, folder: Path) -> None:
+        """Prepare a forecast; `folder`: that of the cluster file.
+
+        Raises ConfigError if no forecast is possible.
         """
         if plan.mode not in ("both", "colocate"):
             raise ConfigError(
@@ -189,8 +194,10 @@ class Simulation:
         self._memory = cluster.facts().gpu_memory
         self._shape: ModelShape = model_folder.shape(sizes[0])
         lora = plan.learner.lora
-        self._trained = None if lora is None else lora_plan.parameters(lora, self._shape, sizes[1])
-        runs = cluster_file.measured(cluster, beside)
+        self._trained = (
+            None if lora is None else lora_checks.parameters(lora, self._shape, sizes[1])
+        )
+        runs = cluster_file.measured(cluster, folder)
         self._measured = cluster_file.of_runs(runs) if runs else None
 
     def speeds(self, plan: Plan) -> Speeds:
@@ -200,7 +207,7 @@ class Simulation:
         return cluster_file.of_hardware(self._cluster, plan, self._shape, texts)
 
     def _at_once(self, plan: Plan) -> float:
-        """Texts that one engine writes at a time: as many as it may, and as its cache holds."""
+        """Return how many texts one engine generates at a time, within its limit and its cache."""
         most = concurrent(plan)
         e = plan.engines[0]
         c = self._cluster
@@ -215,7 +222,7 @@ class Simulation:
         return max(1.0, min(most, cache / text))
 
     def forecast(self, plan: Plan) -> Forecast:
-        """Of the configuration, or of a variant of it."""
+        """Forecast the configuration or a variant of it."""
         s = self.speeds(plan)
         texts = plan.runs_per_step / len(plan.engines)
         runs = max((t.num_runs for t in plan.explorer.tasksets), default=1)
@@ -230,11 +237,11 @@ class Simulation:
         tokens = rows_of(plan) * s.response
         positions = (tokens + prompts_of(plan) * s.prompt) * s.computed
         train_s = s.step + positions / plan.learner.world_size * s.trained_token
-        interval = plan.sync.interval
+        interval = plan.schedule.interval
         steps = -(-_STEPS // interval) * interval
         overlap = 1.0 if plan.mode == "colocate" else self._cluster.shared_speed
-        found = simulate(
-            schedule(plan.sync),
+        simulated_run = simulate(
+            plan.schedule,
             steps=steps,
             explore_s=explore_s,
             more_s=two - explore_s,
@@ -244,37 +251,37 @@ class Simulation:
             overlap=overlap,
         )
         first = steps // 3 // interval * interval
-        begin = found.trained[first - 1].end
-        end = found.trained[-1].end
+        begin = simulated_run.trained[first - 1].end
+        end = simulated_run.trained[-1].end
         passed = end - begin
-        trained = found.trained[first:]
-        synced = sum(begin < at <= end for at, _ in found.published) * s.sync
+        trained = simulated_run.trained[first:]
+        synced = sum(begin < at <= end for at, _ in simulated_run.published) * s.sync
         return Forecast(
             plan=plan,
             step_s=passed / len(trained),
             explore_s=explore_s,
             train_s=train_s,
             sync_s=s.sync,
-            explorer_idle=1 - _busy(found.explored, begin, end) / passed,
-            trainer_idle=max(0.0, 1 - (_busy(found.trained, begin, end) + synced) / passed),
+            explorer_idle=1 - _busy(simulated_run.explored, begin, end) / passed,
+            trainer_idle=max(0.0, 1 - (_busy(simulated_run.trained, begin, end) + synced) / passed),
             staleness=sum(x.number - 1 - x.version for x in trained) / len(trained),
             tokens_per_s=tokens * len(trained) / passed,
         )
 
     def faster(self) -> dict[int, Forecast]:
-        """For bounds of staleness the fastest split of the GPUs, interval and style that fit; no
-        bound that gains nothing.
+        """Return for bounds of staleness the fastest fitting split of the GPUs, interval and style,
+        without bounds that gain nothing.
         """
-        found: dict[int, Forecast] = {}
+        by_staleness: dict[int, Forecast] = {}
         splits = [p for p in _splits(self._plan) if self._fits(p)]
         for bound in _BOUNDS:
             tried = [self.forecast(v) for p in splits for v in _styles(p, bound)]
             best = min(tried, key=lambda f: f.step_s, default=None)
             if best is not None and best.step_s < 0.99 * min(
-                (f.step_s for f in found.values()), default=float("inf")
+                (f.step_s for f in by_staleness.values()), default=float("inf")
             ):
-                found[bound] = best
-        return found
+                by_staleness[bound] = best
+        return by_staleness
 
     def _fits(self, plan: Plan) -> bool:
         roles = estimate(plan, self._shape, trained=self._trained, gpu_memory=self._memory)
@@ -282,7 +289,7 @@ class Simulation:
 
 
 def _splits(plan: Plan) -> Iterator[Plan]:
-    """The plan with other numbers of engines and ranks on the same GPUs."""
+    """Yield the plan with other numbers of engines and ranks on the same GPUs."""
     yield plan
     size = plan.engines[0].gpus
     free = plan.cluster.gpus - plan.cluster.auxiliary_gpus
@@ -294,7 +301,7 @@ def _splits(plan: Plan) -> Iterator[Plan]:
     for engines in sorted(x for x in tried - {len(plan.engines)} if x <= most):
         ranks = free - engines * size
         if ranks > plan.cluster.gpu_per_node and ranks % plan.cluster.gpu_per_node:
-            continue  # whole nodes
+            continue  # full nodes only
         yield replace(
             plan,
             engines=tuple(replace(plan.engines[0], name=f"engine-{i}") for i in range(engines)),
@@ -304,29 +311,29 @@ def _splits(plan: Plan) -> Iterator[Plan]:
 
 
 def _styles(plan: Plan, bound: int) -> Iterator[Plan]:
-    """The plan with the schedules whose rows are at most `bound` steps old."""
+    """Yield the plan with the schedules whose rows are at most `bound` steps old."""
     if plan.mode == "colocate":
         yield plan
         return
     styles: tuple[tuple[Style, int], ...] = (("fixed", 0), ("fixed", 1), ("trainer_driven", 0))
     for interval, (style, offset) in product((1, 2, 4, 8), styles):
         most = bound if style == "trainer_driven" else None
-        sync = replace(
-            plan.sync,
-            style=style,
-            interval=interval,
-            offset=offset,
-            max_staleness=most,
-            threshold=None,
-        )
-        with suppress(ConfigError):  # of a bound that the schedule cannot keep
-            promised = schedule(sync).staleness_bound
+        with suppress(ConfigError):  # the schedule cannot keep the bound
+            schedule = replace(
+                plan.schedule,
+                style=style,
+                interval=interval,
+                offset=offset,
+                max_staleness=most,
+                threshold=None,
+            )
+            promised = schedule.staleness_bound
             if promised is not None and promised <= bound:
-                yield replace(plan, sync=sync)
+                yield replace(plan, schedule=schedule)
 
 
 def _busy(spans: Sequence[Span], begin: float, end: float) -> float:
-    """Seconds in which at least one goes on; they are in the order of their begin."""
+    """Return the seconds with at least one active span; spans are ordered by begin."""
     busy = 0.0
     for x in spans:
         busy += max(0.0, min(x.end, end) - max(x.begin, begin))

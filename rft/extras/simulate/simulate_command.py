@@ -1,4 +1,4 @@
-"""`rft simulate`: step times, waits and staleness of a configuration on a cluster that is not here."""
+"""`rft simulate`: step times, waits and staleness of a configuration on another cluster."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def simulate(
     plugin_dir: PluginDirs = None,
     as_json: Json = False,
 ) -> None:
-    """Foretell step times, waits and staleness on a cluster, and the fastest split there."""
+    """Forecast step times, waits and staleness on a cluster, and the fastest split there."""
     from rft.cli import show
     from rft.cli.check_command import console, place_roles, print_table, show_report
-    from rft.config import verify
     from rft.extras.simulate.cluster_file import load
     from rft.extras.simulate.forecast import simulated
+    from rft.preflight import check as preflight
 
     machines = load(cluster)
-    report = verify.check(
+    report = preflight.check(
         config,
         [*(overrides or ()), *machines.overrides()],
         plugin_dirs=plugin_dir or (),

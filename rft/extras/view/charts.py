@@ -22,7 +22,7 @@ CHARTS: dict[str, tuple[str, ...]] = {
         r"eval/.+/response_length/mean",
     ),
     "Truncated (share)": (r"rollout/truncated_ratio",),
-    "Groups without spread (share)": (r"frac_reward_zero_std.*",),
+    "Groups without spread (share)": (r"frac_reward_zero_std.*", r"rollout/.+/frac_zero_std"),
     "Entropy (nats)": (r"rollout/entropy", r"actor/entropy"),
     "KL (nats)": (r"actor/kl_loss", r"actor/ppo_kl", r"rollout_corr/kl", r"advantage/kl"),
     "Clip fraction (share)": (r"actor/pg_clipfrac", r"actor/pg_clipfrac_lower"),
@@ -68,13 +68,13 @@ def numbers(curves: Curves) -> dict[str, Any]:
     last = curves.last
     return {
         "step": None if last is None else last.step,
-        "reward": next((curves.newest(n) for n in REWARD if n in curves.found), None),
+        "reward": next((curves.newest(n) for n in REWARD if n in curves.series), None),
         "evals": list(curves.evals()),
         "cost_usd": curves.cost_usd(),
         "busy": {
-            n: covered(c.times, c.values) for n, k in BUSY.items() if (c := curves.found.get(k))
+            n: covered(c.times, c.values) for n, k in BUSY.items() if (c := curves.series.get(k))
         },
-        "names": sorted(curves.found),
+        "names": sorted(curves.series),
         "num_records": curves.num_records,
         "problems": curves.problems[:3],
         "alarms": list(curves.alarms.values()),
@@ -86,12 +86,12 @@ def of_run(curves: Curves, axis: Axis, extra: str = "") -> dict[str, Any]:
     """All charts of one run; `extra` is a metric that gets one of its own."""
     charts = (
         [{"title": extra, "curves": [_curve(extra, curves, extra, axis)]}]
-        if extra in curves.found
+        if extra in curves.series
         else []
     )
     charts += [
         {"title": t, "curves": [_curve(n, curves, n, axis) for n in names]}
-        for t, names in charted(n for n, c in curves.found.items() if c).items()
+        for t, names in charted(n for n, c in curves.series.items() if c).items()
     ]
     return {"x": AXES[axis], "charts": charts}
 
@@ -100,12 +100,12 @@ def charted(measured: Iterable[str]) -> dict[str, list[str]]:
     """The titles of the charts that can be drawn of the metrics `measured`, and the names in each."""
     measured = sorted(measured)
     parts = reward_parts(measured)
-    found = {title: _names(measured, patterns) for title, patterns in CHARTS.items()}
-    found["Reward parts"] = parts
-    found["Metrics of workflows"] = [
+    charts = {title: _names(measured, patterns) for title, patterns in CHARTS.items()}
+    charts["Reward parts"] = parts
+    charts["Metrics of workflows"] = [
         n for n in measured if re.fullmatch(_OF_WORKFLOWS, n) and n not in parts
     ]
-    return {title: names[:_MOST_CURVES] for title, names in found.items() if names}
+    return {title: names[:_MOST_CURVES] for title, names in charts.items() if names}
 
 
 def may_be_charted(name: str) -> bool:
@@ -122,24 +122,24 @@ def several(runs: Mapping[str, Curves], axis: Axis) -> dict[str, Any]:
     """The same charts of several runs, a curve for each run and metric; `group` numbers the run."""
     charts = []
     for title in COMPARED:
-        found = [
+        series = [
             _curve(f"{key}: {name}" if title == "Evaluation" or i else key, curves, name, axis)
             | {"group": number, "dash": i}
             for number, (key, curves) in enumerate(runs.items())
             for i, name in enumerate(
-                _names(sorted(curves.found), CHARTS[title])[
+                _names(sorted(curves.series), CHARTS[title])[
                     : 2 if title != "Evaluation" else _MOST_CURVES
                 ]
             )
         ]
-        if found:
-            charts.append({"title": title, "curves": found})
+        if series:
+            charts.append({"title": title, "curves": series})
     return {"x": AXES[axis], "charts": charts}
 
 
 def _names(measured: Sequence[str], patterns: tuple[str, ...]) -> list[str]:
-    found = [n for p in patterns for n in measured if re.fullmatch(p, n)]
-    return list(dict.fromkeys(found))
+    matches = [n for p in patterns for n in measured if re.fullmatch(p, n)]
+    return list(dict.fromkeys(matches))
 
 
 def _curve(label: str, curves: Curves, name: str, axis: Axis) -> dict[str, Any]:

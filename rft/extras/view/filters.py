@@ -45,11 +45,11 @@ class Filters:
     order: str = "newest"
 
     @classmethod
-    def read(cls, given: Mapping[str, str]) -> Filters:
+    def read(cls, query: Mapping[str, str]) -> Filters:
         """From the names and values of an address.  Raises ConfigError saying which is wrong."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name in (f.name for f in fields(cls)):
-            text = given.get(name, "").strip()
+            text = query.get(name, "").strip()
             if not text:
                 continue
             allowed = {"order": tuple(ORDERS), "status": STATUS, "state": STATES}.get(name)
@@ -59,8 +59,8 @@ class Filters:
                 raise ConfigError(
                     f"has {len(text)} characters; {_MOST_TEXT} are the most", key=name
                 )
-            found[name] = _number(name, text) if name in _NUMBERS else text
-        return cls(**found)
+            values[name] = _number(name, text) if name in _NUMBERS else text
+        return cls(**values)
 
     @property
     def few(self) -> bool:
@@ -80,12 +80,12 @@ class Filters:
 
     def conditions(self, *, like: str = "LIKE") -> tuple[list[str], list[Any]]:
         """Conditions on the columns of v_experiences, with a ? for each of the values."""
-        said: list[str] = []
+        clauses: list[str] = []
         values: list[Any] = []
 
-        def add(condition: str, *given: Any) -> None:
-            said.append(condition)
-            values.extend(given)
+        def add(condition: str, *parameters: Any) -> None:
+            clauses.append(condition)
+            values.extend(parameters)
 
         if self.step is not None:
             add("used_step = ?", self.step)
@@ -115,12 +115,12 @@ class Filters:
                 rf"(prompt_text {like} ? ESCAPE '\' OR response_text {like} ? ESCAPE '\')",
                 *[pattern(self.text)] * 2,
             )
-        return said, values
+        return clauses, values
 
     def sql(self) -> str:
         """For `rft buffer query`."""
-        said, values = self.conditions()
-        text = " AND ".join(said)
+        clauses, values = self.conditions()
+        text = " AND ".join(clauses)
         for value in values:
             text = text.replace("?", _literal(value).replace("?", "\0"), 1)
         where = f"WHERE {text.replace(chr(0), '?')} " if text else ""
@@ -146,6 +146,6 @@ def _number(name: str, text: str) -> float | int:
         if not math.isfinite(value) or abs(value) > 2**53:
             raise ValueError
     except (ValueError, OverflowError):
-        whole = "a whole number" if kind is int else "a number"
-        raise ConfigError(f"{text!r} is not {whole}", key=name, given=text) from None
+        kind_name = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{text!r} is not {kind_name}", key=name, given=text) from None
     return value

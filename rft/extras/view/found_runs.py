@@ -59,7 +59,7 @@ class FoundRuns:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
         self.single = _is_run(self.folder) and not (self.folder / "stages.json").exists()
-        self.found: dict[str, Path] = {}
+        self.paths: dict[str, Path] = {}
         self._curves: dict[Path, Curves] = {}
         self._lines: dict[Path, tuple[tuple[int, ...], RunLine]] = {}
 
@@ -73,19 +73,19 @@ class FoundRuns:
                 key="RUN",
                 given=str(self.folder),
             )
-        self.found = {}
+        self.paths = {}
         for path in sorted(paths):
             name = "~".join(path.relative_to(self.folder).parts) or path.name or "run"
             # a name that is no text cannot be part of an address
             key = name.encode("utf-8", "replace").decode()
-            while key in self.found:
+            while key in self.paths:
                 key += "~"
-            self.found[key] = path
+            self.paths[key] = path
 
     def path(self, key: str) -> Path | None:
-        if key not in self.found:
+        if key not in self.paths:
             self.look()
-        return self.found.get(key)
+        return self.paths.get(key)
 
     def lines(self, patience_s: float = math.inf) -> list[RunLine]:
         """One for each run, the one that changed last first; read anew where files have changed.
@@ -95,24 +95,26 @@ class FoundRuns:
         """
         ends = time.monotonic() + patience_s
         self.look()
-        made = []
+        lines = []
         changed = {
             path: max((f.stat().st_mtime for f in _files(path)), default=0.0)
-            for path in self.found.values()
+            for path in self.paths.values()
         }
-        for key, path in sorted(self.found.items(), key=lambda item: -changed[item[1]]):
+        for key, path in sorted(self.paths.items(), key=lambda item: -changed[item[1]]):
             stamp = _stamp(path)
-            known = self._lines.get(path)
-            if known is not None and known[0] == stamp:
-                made.append(known[1])
+            cached = self._lines.get(path)
+            if cached is not None and cached[0] == stamp:
+                lines.append(cached[1])
             elif time.monotonic() < ends:
-                made.append(self._line(key, path, changed[path]))
-                self._lines[path] = (stamp, made[-1])
+                lines.append(self._line(key, path, changed[path]))
+                self._lines[path] = (stamp, lines[-1])
             else:
-                made.append(
-                    self._line(key, path, changed[path], read=False) if known is None else known[1]
+                lines.append(
+                    self._line(key, path, changed[path], read=False)
+                    if cached is None
+                    else cached[1]
                 )
-        return made
+        return lines
 
     def _line(self, key: str, path: Path, changed: float, *, read: bool = True) -> RunLine:
         curves = self._curves.setdefault(
@@ -128,7 +130,7 @@ class FoundRuns:
             state = run.read_state()
             phase = run.phase(state)[0]
             seconds = run.worked_s(state)
-        rewards = next((curve for n in REWARD if (curve := curves.found.get(n))), None)
+        rewards = next((curve for n in REWARD if (curve := curves.series.get(n))), None)
         return RunLine(
             key=key,
             name=str(path.relative_to(self.folder)) if path != self.folder else path.name,
@@ -183,8 +185,8 @@ def differences(folders: Sequence[Path]) -> dict[str, list[str]]:
     """
     from rft.config.save import changed, differing, saved
 
-    found: list[dict[str, str]] = [{} for _ in folders]
+    changes: list[dict[str, str]] = [{} for _ in folders]
     for i, folder in enumerate(folders):
         with suppress(ConfigError):  # of a run that has not begun, or was not ours
-            found[i] = changed(saved(folder)["tree"])
-    return differing(found)
+            changes[i] = changed(saved(folder)["tree"])
+    return differing(changes)

@@ -23,15 +23,15 @@ SHOWN_CHARS = 20_000  # of one text
 
 def environment() -> Environment:
     """The templates with their filters."""
-    made = Environment(
+    environment = Environment(
         loader=FileSystemLoader(HERE / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"clean": clean, "num": num, "ago": ago, "took": took, "short": short}
-    return made
+    environment.filters |= {"clean": clean, "num": num, "ago": ago, "took": took, "short": short}
+    return environment
 
 
 def clean(value: Any) -> str:

@@ -49,18 +49,18 @@ class Curves:
     `frac_reward_zero_std@trainer`.
     """
 
-    def __init__(self, run_dir: Path, wanted: Callable[[str], bool] | None = None) -> None:
-        """`wanted`: which names are followed, without what the timeline is drawn from; None: all,
+    def __init__(self, run_dir: Path, follows: Callable[[str], bool] | None = None) -> None:
+        """`follows`: which names are followed, without what the timeline is drawn from; None: all,
         and with it.
         """
         self._tail = MetricTail(run_dir / "metrics.jsonl")
-        self._wanted = wanted or (lambda name: True)
-        self._recent = 0 if wanted else _RECENT
+        self._follows = follows or (lambda name: True)
+        self._recent = 0 if follows else _RECENT
         self._begin()
 
     def _begin(self) -> None:
-        self._all = AllSeries(self._wanted)
-        self.found = self._all.found
+        self._all = AllSeries(self._follows)
+        self.series = self._all.by_name
         self.notes: deque[tuple[str, int, str]] = deque(maxlen=_NOTES)  # role, step, text
         self.alarms: dict[str, AlarmLine] = {}
         self._spent = Spent()
@@ -104,21 +104,21 @@ class Curves:
         records = list(self.recent)
         if self._first_sync is not None and not any(r is self._first_sync for r in records):
             records.insert(0, self._first_sync)
-        found = bars(records, last=last)
-        return found, shares(found)
+        timeline_bars = bars(records, last=last)
+        return timeline_bars, shares(timeline_bars)
 
     # ------------------------------------------------------------ asking
 
     def newest(self, name: str) -> tuple[int, float] | None:
         """Step and value of the newest point."""
-        curve = self.found.get(name)
+        curve = self.series.get(name)
         return (curve.steps[-1], curve.values[-1]) if curve else None
 
     def points(self, name: str, axis: Axis) -> tuple[np.ndarray, np.ndarray]:
         """x and y of one metric, thinned to what can be drawn: of equal parts the lowest and the
         highest value stay.
         """
-        curve = self.found[name]
+        curve = self.series[name]
         values = np.array(curve.values)
         if axis == "step":
             x = np.array(curve.steps, np.float64)
@@ -131,24 +131,24 @@ class Curves:
             order = np.argsort(x, kind="stable")
             x = x[order]
             values = values[order]
-        kept = _thinned(values)
-        return x[kept], values[kept]
+        thinned = _thinned(values)
+        return x[thinned], values[thinned]
 
     def _tokens(self, times: np.ndarray) -> np.ndarray:
-        trained = self.found.get(TOKENS)
+        trained = self.series.get(TOKENS)
         if trained is None:
             return np.zeros(len(times))
         total = np.concatenate([[0.0], np.cumsum(np.array(trained.values))])
-        found: np.ndarray = total[np.searchsorted(np.array(trained.times), times, side="right")]
-        return found
+        tokens: np.ndarray = total[np.searchsorted(np.array(trained.times), times, side="right")]
+        return tokens
 
     def cost_usd(self) -> float | None:
         """What judges have cost; None where none says."""
-        return self._spent.usd if self._spent.told else None
+        return self._spent.usd if self._spent.has_costs else None
 
     def evals(self) -> Iterator[dict[str, Any]]:
         """The first and the newest value of each evaluation."""
-        for name, curve in sorted(self.found.items()):
+        for name, curve in sorted(self.series.items()):
             if is_evaluation(name) and curve:
                 ends = (
                     ("first", curve.values[0], curve.steps[0]),
@@ -169,9 +169,9 @@ def _thinned(values: np.ndarray) -> np.ndarray:
     padded[: len(values)] = values
     parts = padded.reshape(-1, size)
     starts = np.arange(0, len(padded), size)
-    gone = np.isnan(parts)
-    lowest = starts + np.where(gone, np.inf, parts).argmin(1)
-    highest = starts + np.where(gone, -np.inf, parts).argmax(1)
+    missing = np.isnan(parts)
+    lowest = starts + np.where(missing, np.inf, parts).argmin(1)
+    highest = starts + np.where(missing, -np.inf, parts).argmax(1)
     return np.unique(np.concatenate([lowest, highest, [len(values) - 1]]))
 
 

@@ -138,7 +138,7 @@ class OpenedRun:
         """Begin to read it in the background."""
         if self._building is None:
             self._building = asyncio.ensure_future(self._build())
-            self._building.add_done_callback(_told)
+            self._building.add_done_callback(_log_failure)
 
     async def _build(self) -> None:
         while not await self.ask(self._portion):
@@ -168,15 +168,15 @@ def _changes(questions: Questions) -> tuple[int, ...]:
     """Another one after each commit to a ledger of SQLite."""
     path = questions.where.path
     assert path is not None, "of SQLite"
-    found: list[int] = []
+    stamps: list[int] = []
     for file in (path, path.with_name(path.name + "-wal")):
         with suppress(FileNotFoundError):
             stat = file.stat()
-            found += [stat.st_mtime_ns, stat.st_size]
-    return tuple(found)
+            stamps += [stat.st_mtime_ns, stat.st_size]
+    return tuple(stamps)
 
 
-def _told(job: asyncio.Task[None]) -> None:
+def _log_failure(job: asyncio.Task[None]) -> None:
     if (
         not job.cancelled()
         and (error := job.exception()) is not None

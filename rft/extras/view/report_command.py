@@ -36,8 +36,8 @@ def report(
     settings, versions.
     """
     from rft.api.stored_run import open_run
-    from rft.extras.view.report.facts import collect
-    from rft.extras.view.report.page import page
+    from rft.extras.view.report_facts import collect
+    from rft.extras.view.report_page import page
 
     if out.suffix not in (".html", ".htm"):
         raise ConfigError("must end in .html", key="-o", given=str(out))
@@ -70,8 +70,8 @@ def compare(
     """
     from rft.api.stored_run import open_run
     from rft.cli import show
-    from rft.extras.view.report import comparison
-    from rft.extras.view.report.facts import collect
+    from rft.extras.view import report_comparison as comparison
+    from rft.extras.view.report_facts import collect
 
     if len(runs) < 2:
         raise ConfigError(
@@ -79,16 +79,16 @@ def compare(
         )
     if out is not None and out.suffix != ".svg":
         raise ConfigError("must end in .svg", key="-o", given=str(out))
-    found = [collect(open_run(r), answers=False, keys=KEYS) for r in runs]
-    names = comparison.short_names(found)
-    told = comparison.compared(found, names, KEYS)
+    facts = [collect(open_run(r), answers=False, keys=KEYS) for r in runs]
+    names = comparison.short_names(facts)
+    comparison_table = comparison.compared(facts, names, KEYS)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, comparison.picture(found, names).encode(), mode=0o644)
+        write_whole(out, comparison.picture(facts, names).encode(), mode=0o644)
     if as_json:
-        print(show.as_json(told))
+        print(show.as_json(comparison_table))
         return
-    for title, rows in told.items():
+    for title, rows in comparison_table.items():
         if rows:
             cells = [[str(name), *(_cell(row.get(n)) for n in names)] for name, row in rows.items()]
             print("\n".join(show.table((title, *names), cells)) + "\n")

@@ -68,10 +68,10 @@ class TextCodes:
         self._most = most
 
     def number(self, text: str | None) -> int:
-        found = self.numbers.get(text or "")
-        if found is None and len(self.numbers) < self._most:
-            found = self.numbers[text or ""] = len(self.numbers)
-        return self._most if found is None else found
+        number = self.numbers.get(text or "")
+        if number is None and len(self.numbers) < self._most:
+            number = self.numbers[text or ""] = len(self.numbers)
+        return self._most if number is None else number
 
 
 class RolloutIndex:
@@ -90,8 +90,8 @@ class RolloutIndex:
         self.texts = {n: TextCodes(min(np.iinfo(_TYPES[n]).max, _MOST_TEXTS)) for n in _TEXTS}
 
     def column(self, name: str) -> np.ndarray:
-        found: np.ndarray = self._columns[name][: self.size]
-        return found
+        column: np.ndarray = self._columns[name][: self.size]
+        return column
 
     def refresh(self, questions: Questions) -> bool:
         """Read a portion of what is new; whether all is read.  Each portion is a short transaction."""
@@ -123,17 +123,17 @@ class RolloutIndex:
                     [old, np.zeros(max(end, len(old) * 3 // 2) - len(old), old.dtype)]
                 )
         numbers, *values = zip(*rows, strict=True)
-        for (name, column), found in zip(self._columns.items(), values, strict=True):
-            column[self.size : end] = self._coded(name, found)
+        for (name, column), column_values in zip(self._columns.items(), values, strict=True):
+            column[self.size : end] = self._coded(name, column_values)
         self.size = end
         self._last = int(numbers[-1])
 
-    def _coded(self, name: str, found: Iterable[Any]) -> Any:
+    def _coded(self, name: str, texts: Iterable[Any]) -> Any:
         if (words := self.texts.get(name)) is not None:
-            return [words.number(text) for text in found]
+            return [words.number(text) for text in texts]
         if name == "reward":
-            return np.array(found, np.float64)  # NaN where there is none
-        return [-1 if x is None else x for x in found]
+            return np.array(texts, np.float64)  # NaN where there is none
+        return [-1 if x is None else x for x in texts]
 
     def _look_again(self, tx: Any) -> None:
         """States and rewards of rows that may still change: in the order in which they are trained,
@@ -146,10 +146,10 @@ class RolloutIndex:
         ):
             if not len(at):
                 continue
-            known = dict(zip(self.ids(at), at.tolist(), strict=True))
-            for id, reward, state, explained in ask(tx, _AGAIN, many=list(known)).all():
+            position_by_id = dict(zip(self.ids(at), at.tolist(), strict=True))
+            for id, reward, state, explained in ask(tx, _AGAIN, many=list(position_by_id)).all():
                 for name, value in (("reward", reward), ("state", state), ("explained", explained)):
-                    self._columns[name][known[id]] = self._coded(name, [value])[0]
+                    self._columns[name][position_by_id[id]] = self._coded(name, [value])[0]
 
     # ------------------------------------------------------------ asking
 
@@ -160,45 +160,47 @@ class RolloutIndex:
 
     def mask(self, f: Filters) -> np.ndarray:
         """bool [rows]: which fulfil the filters, the text apart."""
-        found = np.ones(self.size, np.bool_)
+        selected = np.ones(self.size, np.bool_)
         for name in ("taskset", "status", "state"):
-            if wanted := getattr(f, name):
-                found &= self.column(name) == self.texts[name].numbers.get(wanted, -1)
+            if name_value := getattr(f, name):
+                selected &= self.column(name) == self.texts[name].numbers.get(name_value, -1)
         if f.reason:
-            found &= np.isin(self.column("reason"), self._like("reason", f.reason)) | np.isin(
+            selected &= np.isin(self.column("reason"), self._like("reason", f.reason)) | np.isin(
                 self.column("explained"), self._like("explained", f.reason)
             )
         for value, name in ((f.task, "task_index"), (f.batch, "batch"), (f.version, "newest_step")):
             if value is not None:
-                found &= self.column(name) == value
+                selected &= self.column(name) == value
         if f.low is not None:
-            found &= self.column("reward") >= f.low
+            selected &= self.column("reward") >= f.low
         if f.high is not None:
-            found &= self.column("reward") <= f.high
-        return found
+            selected &= self.column("reward") <= f.high
+        return selected
 
     def _like(self, name: str, text: str) -> list[int]:
         return [
             number
-            for known, number in self.texts[name].numbers.items()
-            if text.casefold() in known.casefold()
+            for entry, number in self.texts[name].numbers.items()
+            if text.casefold() in entry.casefold()
         ]
 
     def choose(self, f: Filters, num: int, after: int | None = None) -> Chosen:
         """The first `num` positions in the filters' order behind position `after`."""
-        found = self.mask(f)
+        selected = self.mask(f)
         if f.order in ("best", "worst"):
-            found &= ~np.isnan(self.column("reward"))
-        total = int(np.count_nonzero(found))
+            selected &= ~np.isnan(self.column("reward"))
+        total = int(np.count_nonzero(selected))
         keys = self._keys(f)
         if keys is None:
             if after is not None:
-                found[after:] = False
-            every = np.flatnonzero(found)
+                selected[after:] = False
+            every = np.flatnonzero(selected)
             return Chosen(every[::-1][:num], len(every) > num, total)
         if after is not None:
-            found &= (keys > keys[after]) | ((keys == keys[after]) & (np.arange(self.size) > after))
-        every = np.flatnonzero(found)
+            selected &= (keys > keys[after]) | (
+                (keys == keys[after]) & (np.arange(self.size) > after)
+            )
+        every = np.flatnonzero(selected)
         return Chosen(_first(keys[every], every, num), len(every) > num, total)
 
     def _keys(self, f: Filters) -> np.ndarray | None:
@@ -229,12 +231,12 @@ def _first(keys: np.ndarray, positions: np.ndarray, num: int) -> np.ndarray:
     if len(keys) > num:
         equal = np.flatnonzero(keys == keys.min())
         if len(equal) >= num:
-            found: np.ndarray = positions[equal[:num]]
-            return found
+            first: np.ndarray = positions[equal[:num]]
+            return first
         edge = np.partition(keys, num - 1)[num - 1]
         below = np.flatnonzero(keys < edge)
-        kept = np.concatenate([below, np.flatnonzero(keys == edge)[: num - len(below)]])
-        keys = keys[kept]
-        positions = positions[kept]
+        chosen = np.concatenate([below, np.flatnonzero(keys == edge)[: num - len(below)]])
+        keys = keys[chosen]
+        positions = positions[chosen]
     ordered: np.ndarray = positions[np.argsort(keys, kind="stable")]
     return ordered

@@ -79,7 +79,7 @@ def newest(questions: Questions) -> TablePage:
     order = "rowid DESC" if questions.sqlite else "created DESC"
     ids = [
         r["id"]
-        for r in asked(questions, f"SELECT id FROM experiences ORDER BY {order} LIMIT {PAGE}")
+        for r in select(questions, f"SELECT id FROM experiences ORDER BY {order} LIMIT {PAGE}")
     ]
     return TablePage(by_ids(questions, ids), None, "")
 
@@ -88,42 +88,42 @@ def by_ids(questions: Questions, ids: Sequence[str]) -> list[dict[str, Any]]:
     """These rows of v_experiences, in this order."""
     if not ids:
         return []
-    found = {
+    by_id = {
         r["id"]: r
-        for r in asked(
+        for r in select(
             questions, f"SELECT {_COLUMNS} FROM v_experiences WHERE id IN (??)", many=ids
         )
     }
-    return [found[x] for x in ids if x in found]
+    return [by_id[x] for x in ids if x in by_id]
 
 
-def asked(
+def select(
     questions: Questions, sql: str, values: Sequence[Any] = (), *, many: Sequence[Any] = ()
 ) -> list[dict[str, Any]]:
-    """The rows of a statement of ours, in a transaction of its own."""
+    """Run one of the viewer's statements in its own transaction; return its rows."""
     with questions.errors("RUN", PAGE_TIMEOUT_S), questions.reading(PAGE_TIMEOUT_S) as tx:
         return [dict(r) for r in ask(tx, sql, values, many=many).mappings()]
 
 
 def _by_database(questions: Questions, f: Filters, skipped: int) -> TablePage:
-    said, values = f.conditions(like="LIKE" if questions.sqlite else "ILIKE")
+    clauses, values = f.conditions(like="LIKE" if questions.sqlite else "ILIKE")
     if f.step is not None:  # the same rows, by an index: used_step alone would read all
-        said.append(
+        clauses.append(
             "id IN (SELECT experience FROM uses WHERE lineage IN (SELECT lineage FROM lineages) "
             "AND step = ?)"
         )
         values.append(f.step)
     if f.batch is not None:
-        said.append("group_id IN (SELECT id FROM groups WHERE batch = ?)")
+        clauses.append("group_id IN (SELECT id FROM groups WHERE batch = ?)")
         values.append(f.batch)
-    where = f"WHERE {' AND '.join(said)}" if said else ""
+    where = f"WHERE {' AND '.join(clauses)}" if clauses else ""
     sql = (
         f"SELECT id FROM v_experiences {where} ORDER BY {ORDERS[f.order]} LIMIT {PAGE + 1} "
         f"OFFSET {skipped}"
     )
-    ids = [r["id"] for r in asked(questions, sql, values)]
+    ids = [r["id"] for r in select(questions, sql, values)]
     total = (
-        asked(questions, f"SELECT count(*) AS n FROM v_experiences {where}", values)[0]["n"]
+        select(questions, f"SELECT count(*) AS n FROM v_experiences {where}", values)[0]["n"]
         if f.few
         else None
     )
@@ -141,14 +141,14 @@ def _search(questions: Questions, index: RolloutIndex, f: Filters, after: int | 
         r"'\' OR response_text LIKE ? ESCAPE '\')"
     )
     ends = time.monotonic() + SEARCH_S
-    found = list[int]()
+    matching_ids = list[int]()
     searched = 0
-    while len(found) < PAGE:
+    while len(matching_ids) < PAGE:
         chosen = index.choose(f, _SEARCHED, after)
         ids = index.ids(chosen.positions)
         sql_of_part = sql.replace("(??)", f"({', '.join('?' * len(ids))})")
         holds = (
-            {r["experience"] for r in asked(questions, sql_of_part, [*ids, like, like])}
+            {r["experience"] for r in select(questions, sql_of_part, [*ids, like, like])}
             if ids
             else set()
         )
@@ -156,17 +156,17 @@ def _search(questions: Questions, index: RolloutIndex, f: Filters, after: int | 
             after = at
             searched = searched + 1
             if id in holds:
-                found.append(at)
-            if len(found) == PAGE:
+                matching_ids.append(at)
+            if len(matching_ids) == PAGE:
                 break
         if not chosen.more and (not ids or after == chosen.positions[-1]):
             return TablePage(
-                by_ids(questions, index.ids(np.array(found, np.int64))), None, "", searched
+                by_ids(questions, index.ids(np.array(matching_ids, np.int64))), None, "", searched
             )
         if time.monotonic() > ends:
             break
     return TablePage(
-        by_ids(questions, index.ids(np.array(found, np.int64))), None, str(after), searched
+        by_ids(questions, index.ids(np.array(matching_ids, np.int64))), None, str(after), searched
     )
 
 
@@ -182,7 +182,7 @@ class RolloutPage:
     siblings: list[dict[str, Any]]
     # reward − mean of the group, and the largest in size of the group
     advantage: tuple[float, float] | None
-    why: str
+    fate: str
     path: list[tuple[str, str, str]]  # station, what, filters of the rollouts that share it
 
 
@@ -194,27 +194,27 @@ def rollout(questions: Questions, id: str) -> RolloutPage:
     scored = (
         [] if mean is None else [s["reward"] - mean for s in siblings if s["reward"] is not None]
     )
-    own = None if mean is None or x.row["reward"] is None else x.row["reward"] - mean
-    advantage = None if own is None else (own, max(map(abs, scored)))
+    difference = None if mean is None or x.row["reward"] is None else x.row["reward"] - mean
+    advantage = None if difference is None else (difference, max(map(abs, scored)))
     return RolloutPage(
-        x, group, siblings, advantage, why(x.row, x.uses, group), path(x.row, x.uses)
+        x, group, siblings, advantage, fate(x.row, x.uses, group), path(x.row, x.uses)
     )
 
 
 def group_page(questions: Questions, group_id: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The row of v_groups, {} where there is none, and the rows of its experiences by run."""
-    found = asked(questions, "SELECT * FROM v_groups WHERE id = ?", (group_id,))
+    group_rows = select(questions, "SELECT * FROM v_groups WHERE id = ?", (group_id,))
     ids = [
         r["id"]
-        for r in asked(
+        for r in select(
             questions, "SELECT id FROM experiences WHERE group_id = ? ORDER BY id", (group_id,)
         )
     ]
-    return (found[0] if found else {}), by_ids(questions, ids)
+    return (group_rows[0] if group_rows else {}), by_ids(questions, ids)
 
 
-def why(row: dict[str, Any], uses: Sequence[Use], group: dict[str, Any]) -> str:
-    """Why it was trained, or was not, in a sentence."""
+def fate(row: dict[str, Any], uses: Sequence[Use], group: dict[str, Any]) -> str:
+    """Return one sentence: trained in which step, or not, with the reason."""
     if row["state"] == "explained":
         reason = str(row["explained"])
         more = row["reason"] or group.get("reason") or ""
@@ -254,15 +254,15 @@ def why(row: dict[str, Any], uses: Sequence[Use], group: dict[str, Any]) -> str:
 def path(row: dict[str, Any], uses: Sequence[Use]) -> list[tuple[str, str, str]]:
     """weights → engine → row → lease → step → checkpoint."""
     shared = "" if row["newest_step"] is None else Filters(version=row["newest_step"]).query()
-    found = [
+    stages = [
         ("weights", written_by(row) or "none: it was not sampled", shared),
         ("engine", str(row["engine"] or "not recorded"), ""),
         ("row", f"batch {row['batch']}, {row['state']}", Filters(batch=row["batch"]).query()),
     ]
     if row["leased_step"] is not None:
-        found.append(("lease", f"step {row['leased_step']}", ""))
+        stages.append(("lease", f"step {row['leased_step']}", ""))
     for use in uses:
-        found.append(
+        stages.append(
             (
                 "step",
                 str(use.version) + ("" if use.counts else ", left behind"),
@@ -270,14 +270,14 @@ def path(row: dict[str, Any], uses: Sequence[Use]) -> list[tuple[str, str, str]]
             )
         )
         if use.checkpoint:
-            found.append(("checkpoint", use.checkpoint + ("" if use.there else ", deleted"), ""))
+            stages.append(("checkpoint", use.checkpoint + ("" if use.exists else ", deleted"), ""))
         elif use.counts:
-            found.append(("checkpoint", "none yet", ""))
-    return found
+            stages.append(("checkpoint", "none yet", ""))
+    return stages
 
 
-def taught(x: Shown) -> bool:
-    """Whether the trainer's advantages are kept."""
+def has_advantages(x: Shown) -> bool:
+    """Whether the run has kept the trainer's advantages of this row."""
     p = x.payload
     return (
         p is not None
@@ -292,27 +292,25 @@ def taught(x: Shown) -> bool:
 def task(
     questions: Questions, index: RolloutIndex | None, taskset: str, number: int
 ) -> list[dict[str, Any]]:
-    """The newest rollouts of one task, by the weights that wrote them: each version with its rows
-    and their mean reward.
-    """
+    """Group the newest rollouts of one task by weight version, each with its mean reward."""
     f = Filters(taskset=taskset, task=number)
     if index is None:
         sql = (
             "SELECT id FROM v_experiences WHERE taskset = ? AND task_index = ? ORDER BY created "
             "DESC, id DESC LIMIT 200"
         )
-        ids = [r["id"] for r in asked(questions, sql, (taskset, number))]
+        ids = [r["id"] for r in select(questions, sql, (taskset, number))]
     else:
         ids = index.ids(index.choose(f, 200).positions)
     by_version: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for row in by_ids(questions, ids):
         step = -1 if row["newest_step"] is None else row["newest_step"]
         by_version.setdefault((row["newest_lineage"] or 0, step), []).append(row)
-    made = []
+    versions = []
     for (lineage, step), rows in sorted(by_version.items()):
         name = "none" if step < 0 else f"{lineage}:{step}"
-        made.append({"version": name, "rows": rows, "mean": _mean_of_runs(rows)})
-    return made
+        versions.append({"version": name, "rows": rows, "mean": _mean_of_runs(rows)})
+    return versions
 
 
 def _mean_of_runs(rows: Sequence[dict[str, Any]]) -> float | None:
@@ -321,7 +319,9 @@ def _mean_of_runs(rows: Sequence[dict[str, Any]]) -> float | None:
     for r in rows:
         if r["reward"] is not None:
             runs[r["group_id"], r["run"]].append(
-                ScoredRow(r["reward"], r["run"], r["step"], r["num_response_tokens"], r["credit"])
+                ScoredRow(
+                    *[r[n] for n in ("reward", "run", "step", "num_response_tokens", "credit")]
+                )
             )
     rewards = [reward for members in runs.values() for reward in run_rewards(members).values()]
     return fmean(rewards) if rewards else None

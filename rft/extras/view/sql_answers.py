@@ -1,7 +1,8 @@
 """Answers to SQL questions of people: a limited table for the page, CSV or Parquet whole.
 
 Knows `Questions.ask`, which only reads.  Invariant: a question has a connection and a thread of its
-own, so it holds up no page; a long answer is sent as it is read.
+own, so it holds up no page; a long answer is sent as it is read, and never takes more memory than
+MEMORY_BYTES in SQLite and two portions of rows here.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ import csv
 import io
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rft.buffer.query import open_run
+from rft.buffer.query import num_bytes_of, open_run, row_portions
 from rft.errors import ConfigError
 
 KINDS = {"csv": "text/csv; charset=utf-8", "parquet": "application/vnd.apache.parquet"}
 SHOWN_ROWS = 1000
+SHOWN_BYTES = 2 << 20  # of the values that the page shows
+SHOWN_CHARS = 501  # of a value: the page shows 500 and a mark
+VALUE_BYTES = 16 << 20  # of one value that SQLite computes
+MEMORY_BYTES = 256 << 20  # of SQLite in the process of `rft view`
 TIMEOUT_S = 60.0
 _FILE_TIMEOUT_S = 600.0
-_PORTION = 1000  # rows that are sent at once
 _AT_ONCE = asyncio.Semaphore(2)
 EXAMPLES = {
     "How is each batch "
@@ -53,23 +56,43 @@ WHERE trainer_logprob IS NOT NULL ORDER BY abs(trainer_logprob - logprob) DESC L
 
 @dataclass(frozen=True)
 class SqlAnswer:
-    """What the page shows; `more`: there are more rows than these."""
+    """What the page shows; `more`: why rows after these are not shown, "" where none are."""
 
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
-    more: bool
+    more: str
 
 
 async def answer(run_dir: Path, sql: str) -> SqlAnswer:
     """The first rows.  Raises ConfigError that says what is wrong with the question."""
 
     def read() -> SqlAnswer:
-        with open_run(run_dir) as questions, questions.ask(sql, timeout_s=TIMEOUT_S) as found:
-            rows = list(islice(found.rows, SHOWN_ROWS + 1))
-            return SqlAnswer(found.columns, rows[:SHOWN_ROWS], len(rows) > SHOWN_ROWS)
+        with (
+            open_run(run_dir, longest=VALUE_BYTES) as questions,
+            questions.ask(sql, timeout_s=TIMEOUT_S) as answer,
+        ):
+            return _shown(answer.columns, answer.rows)
 
     async with _AT_ONCE:
         return await asyncio.to_thread(read)
+
+
+def _shown(columns: tuple[str, ...], rows: Iterator[Sequence[Any]]) -> SqlAnswer:
+    """The first rows with values cut, within SHOWN_ROWS and SHOWN_BYTES."""
+    shown: list[tuple[Any, ...]] = []
+    size = 0
+    for row in rows:
+        if len(shown) == SHOWN_ROWS:
+            return SqlAnswer(columns, shown, f"the page shows {SHOWN_ROWS}")
+        if size > SHOWN_BYTES:
+            return SqlAnswer(columns, shown, f"the page shows {SHOWN_BYTES >> 20} MiB")
+        shown.append(tuple(map(_cut, row)))
+        size += sum(map(num_bytes_of, shown[-1]))
+    return SqlAnswer(columns, shown, "")
+
+
+def _cut(value: Any) -> Any:
+    return value[:SHOWN_CHARS] if isinstance(value, str | bytes | memoryview) else value
 
 
 async def chunks(run_dir: Path, sql: str, kind: str) -> AsyncGenerator[bytes]:
@@ -79,16 +102,19 @@ async def chunks(run_dir: Path, sql: str, kind: str) -> AsyncGenerator[bytes]:
     )
 
     def pieces() -> Generator[bytes, None, None]:
-        with open_run(run_dir) as questions, questions.ask(sql, timeout_s=_FILE_TIMEOUT_S) as found:
-            yield from write(found.columns, found.rows)
+        with (
+            open_run(run_dir, longest=VALUE_BYTES) as questions,
+            questions.ask(sql, timeout_s=_FILE_TIMEOUT_S) as answer,
+        ):
+            yield from write(answer.columns, answer.rows)
 
-    made = pieces()
+    chunks_iterator = pieces()
     async with _AT_ONCE:
         try:
-            while (piece := await asyncio.to_thread(next, made, None)) is not None:
+            while (piece := await asyncio.to_thread(next, chunks_iterator, None)) is not None:
                 yield piece
         finally:
-            await asyncio.to_thread(made.close)
+            await asyncio.to_thread(chunks_iterator.close)
 
 
 def _csv(columns: tuple[str, ...], rows: Iterator[Sequence[Any]]) -> Iterator[bytes]:
@@ -96,14 +122,13 @@ def _csv(columns: tuple[str, ...], rows: Iterator[Sequence[Any]]) -> Iterator[by
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
-    while True:
-        part = list(islice(rows, _PORTION))
-        writer.writerows([[_plain(v) for v in row] for row in part])
+    for part in row_portions(rows):
+        writer.writerows([[_bytes_of_views(v) for v in row] for row in part])
         yield text.getvalue().encode("utf-8", "backslashreplace")
         text.seek(0)
         text.truncate()
-        if len(part) < _PORTION:
-            return
+    if head := text.getvalue():  # of an answer without rows
+        yield head.encode()
 
 
 def _parquet(columns: tuple[str, ...], rows: Iterator[Sequence[Any]]) -> Iterator[bytes]:
@@ -121,9 +146,11 @@ def _parquet(columns: tuple[str, ...], rows: Iterator[Sequence[Any]]) -> Iterato
     sink = _Sink()
     writer = None
     try:
-        while True:
-            part = list(islice(rows, _PORTION))
-            columns_of = {c: [_plain(row[i]) for row in part] for i, c in enumerate(columns)}
+        portions = row_portions(rows)
+        while (part := next(portions, [])) or writer is None:
+            columns_of = {
+                c: [_bytes_of_views(row[i]) for row in part] for i, c in enumerate(columns)
+            }
             table = pa.table(columns_of, schema=None if writer is None else writer.schema)
             if writer is None:
                 types = [
@@ -132,8 +159,6 @@ def _parquet(columns: tuple[str, ...], rows: Iterator[Sequence[Any]]) -> Iterato
                 ]
                 writer = pq.ParquetWriter(sink, pa.schema(types))
             writer.write_table(table.cast(writer.schema))
-            if len(part) < _PORTION:
-                break
             yield sink.take()
     except (pa.ArrowInvalid, pa.ArrowTypeError) as e:
         raise ConfigError(
@@ -155,13 +180,13 @@ class _Sink:
     closed = False
 
     def __init__(self) -> None:
-        self._held: list[bytes] = []
+        self._chunks: list[bytes] = []
         self._size = 0
 
     def write(self, data: Any) -> int:
-        self._held.append(bytes(data))
-        self._size += len(self._held[-1])
-        return len(self._held[-1])
+        self._chunks.append(bytes(data))
+        self._size += len(self._chunks[-1])
+        return len(self._chunks[-1])
 
     def tell(self) -> int:
         return self._size
@@ -169,9 +194,10 @@ class _Sink:
     def flush(self) -> None: ...
 
     def take(self) -> bytes:
-        data, self._held = b"".join(self._held), []
+        data = b"".join(self._chunks)
+        self._chunks = []
         return data
 
 
-def _plain(value: Any) -> Any:
+def _bytes_of_views(value: Any) -> Any:
     return bytes(value) if isinstance(value, memoryview) else value

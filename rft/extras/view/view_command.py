@@ -36,9 +36,12 @@ def view(
 
 
 async def _serve(folder: Path, port: int) -> None:
+    from rft.buffer.query import limit_memory
+    from rft.extras.view.sql_answers import MEMORY_BYTES
     from rft.extras.view.view_pages import ViewPages
     from rft.extras.view.view_server import ViewServer
 
+    limit_memory(MEMORY_BYTES)
     server = ViewServer(ViewPages(folder), port=port)
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -7,7 +7,6 @@ handler only reads, and what takes long is done beside the event loop.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
@@ -20,7 +19,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.hdrs import CONTENT_DISPOSITION
 
-from rft.buffer.inspect import conversation, plain_text
+from rft.buffer.inspect import conversation, equation, judge_exchanges, plain_text
 from rft.buffer.query import Questions
 from rft.buffer.schema import VIEWS
 from rft.buffer.token_texts import TokenTexts
@@ -35,7 +34,7 @@ from rft.extras.view.opened_run import OpenedRun, group_of
 from rft.extras.view.token_colours import COLOURS, shown_tokens
 from rft.monitor import curves as curve_pictures
 from rft.monitor.pictures import svg
-from rft.trainer import manifest as manifests
+from rft.trainer.checkpoint import manifest as manifests
 
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -55,7 +54,7 @@ class ViewPages:
         self.runs = FoundRuns(folder)
         self.runs.look()
         self.closing = asyncio.Event()
-        self._beside: dict[Path, Curves] = {}  # the runs that were compared last
+        self._compared_curves: dict[Path, Curves] = {}  # the runs that were compared last
         self._comparing = asyncio.Lock()
         self._opened: OrderedDict[Path, OpenedRun] = OrderedDict()
         self._html = environment()
@@ -95,11 +94,11 @@ class ViewPages:
         return self._page("problem.html", {"message": text}, status=status)
 
     def _page(self, template: str, values: Mapping[str, Any], *, status: int = 200) -> web.Response:
-        made = self._html.get_template(template).render(
+        body = self._html.get_template(template).render(
             base=self._base, run=None, **{"key": "", **values}
         )
         return web.Response(
-            body=made.encode("utf-8", "backslashreplace"),
+            body=body.encode("utf-8", "backslashreplace"),
             content_type="text/html",
             charset="utf-8",
             status=status,
@@ -170,13 +169,13 @@ class ViewPages:
 
     async def _compare(self, request: web.Request) -> web.Response:
         paths = self._compared(request)
-        found = await asyncio.to_thread(differences, list(paths.values()))
+        run_differences = await asyncio.to_thread(differences, list(paths.values()))
         query = urlencode([("run", k) for k in paths])
         return self._page(
             "compare.html",
             {
                 "runs": list(paths),
-                "differences": found,
+                "differences": run_differences,
                 "axes": AXES,
                 "points": f"{self._base}/compare.json?{query}",
             },
@@ -187,13 +186,16 @@ class ViewPages:
         axis = _axis(request)
 
         def read() -> dict[str, Any]:
-            for curves in self._beside.values():
+            for curves in self._compared_curves.values():
                 curves.refresh()
-            return charts.several({key: self._beside[path] for key, path in paths.items()}, axis)
+            return charts.several(
+                {key: self._compared_curves[path] for key, path in paths.items()}, axis
+            )
 
         async with self._comparing:
-            self._beside = {
-                p: self._beside.get(p) or Curves(p, charts.may_be_charted) for p in paths.values()
+            self._compared_curves = {
+                p: self._compared_curves.get(p) or Curves(p, charts.may_be_charted)
+                for p in paths.values()
             }
             return _json(await asyncio.to_thread(read))
 
@@ -232,10 +234,10 @@ class ViewPages:
 
     async def _timeline(self, request: web.Request, run: OpenedRun) -> web.Response:
         try:
-            drawn = svg(*await run.metrics(lambda curves: curves.timeline(_TIMELINE_STEPS)))
+            picture = svg(*await run.metrics(lambda curves: curves.timeline(_TIMELINE_STEPS)))
         except RunFailed as e:
-            drawn = curve_pictures.svg({}, title=str(e), width=700, height=60)
-        return web.Response(text=drawn, content_type="image/svg+xml")
+            picture = curve_pictures.svg({}, title=str(e), width=700, height=60)
+        return web.Response(text=picture, content_type="image/svg+xml")
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         run = self._run(request)
@@ -277,32 +279,27 @@ class ViewPages:
         words = run.words
 
         def read(q: Questions) -> dict[str, Any]:
-            found = rollout_pages.rollout(q, id)
-            tokens = list(shown_tokens(found.x, words, by, found.advantage, most))
-            ids = [s["id"] for s in found.siblings]
+            rollout_page = rollout_pages.rollout(q, id)
+            tokens = list(shown_tokens(rollout_page.x, words, by, rollout_page.advantage, most))
+            ids = [s["id"] for s in rollout_page.siblings]
             at = ids.index(id)
             return {
-                "found": found,
-                "x": found.x,
-                "row": found.x.row,
+                "rollout": rollout_page,
+                "x": rollout_page.x,
+                "row": rollout_page.x.row,
                 "tokens": tokens,
                 "at": at,
-                "parts": json.loads(found.x.row["reward_parts"] or "{}"),
-                "said": conversation(found.x),
-                "taught": rollout_pages.taught(found.x),
-                "info": {} if found.x.payload is None else dict(found.x.payload.info),
+                "equation": equation(rollout_page.x),
+                "said": conversation(rollout_page.x),
+                "taught": rollout_pages.has_advantages(rollout_page.x),
+                "info": {} if rollout_page.x.payload is None else dict(rollout_page.x.payload.info),
                 "before": ids[at - 1] if at else "",
                 "behind": ids[at + 1] if at + 1 < len(ids) else "",
             }
 
         values = await run.ask(read)
-        # of `rft.reward.exchanges`, or what somebody else has named so
-        judged = values["info"].get("judge")
-        if ours := isinstance(judged, list) and all(
-            isinstance(j, dict) and {"question", "reply"} <= j.keys() for j in judged
-        ):
-            del values["info"]["judge"]
-        values |= {"judged": judged if ours else [], "plain": plain_text}
+        values["info"].pop("reward_weights", None)
+        values |= {"judged": judge_exchanges(values["info"]), "plain": plain_text}
         return self._run_page(request, "rollout", {**values, "by": by, "colours": COLOURS})
 
     async def _group(self, request: web.Request, run: OpenedRun) -> web.Response:
@@ -314,7 +311,7 @@ class ViewPages:
         def read(q: Questions) -> dict[str, Any]:
             group, rows = rollout_pages.group_page(q, id)
             ids = [r["id"] for r in rows]
-            texts = rollout_pages.asked(
+            texts = rollout_pages.select(
                 q,
                 "SELECT id, prompt_text, response_text FROM v_experiences WHERE id IN (??)",
                 many=ids,
@@ -383,11 +380,11 @@ class ViewPages:
 
 
 def _axis(request: web.Request) -> Axis:
-    asked = request.query.get("x", "step")
+    axis_name = request.query.get("x", "step")
     for axis in AXES:
-        if axis == asked:
+        if axis == axis_name:
             return axis
-    raise ConfigError(f"{asked!r} is none of {', '.join(AXES)}", key="x", given=asked)
+    raise ConfigError(f"{axis_name!r} is none of {', '.join(AXES)}", key="x", given=axis_name)
 
 
 def _json(value: Any) -> web.Response:

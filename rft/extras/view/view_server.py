@@ -64,8 +64,8 @@ class ViewServer:
             app, access_log=None, logger=http_log("rft.view.http"), shutdown_timeout=1.0
         )
         await self._runner.setup()
-        wanted = self._port
-        for port in range(wanted, wanted + _MORE_PORTS) if wanted else (0,):
+        first_port = self._port
+        for port in range(first_port, first_port + _MORE_PORTS) if first_port else (0,):
             site = web.TCPSite(self._runner, HOST, port)
             try:
                 await site.start()
@@ -77,7 +77,7 @@ class ViewServer:
             return
         await self.close()
         raise SetupError(
-            f"the ports {wanted} to {wanted + _MORE_PORTS - 1} are in use; choose another one with "
+            f"the ports {first_port} to {first_port + _MORE_PORTS - 1} are in use; choose another one with "
             f"--port"
         )
 
@@ -123,8 +123,8 @@ class ViewServer:
             return web.Response(
                 status=403, text="this server answers to 127.0.0.1 and localhost alone"
             )
-        given = request.path.removeprefix("/").partition("/")[0]
-        if not hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode()):
+        token = request.path.removeprefix("/").partition("/")[0]
+        if not hmac.compare_digest(token.encode("utf-8", "replace"), self.token.encode()):
             return web.Response(
                 status=403,
                 text="the address lacks its token; open the one that `rft view` has printed",

@@ -1,13 +1,14 @@
 """Environments of other libraries as workflows: gymnasium, textarena, OpenEnv, verifiers; and any
-object of their shape.
+object with the same interface.
 
     class Blackjack(GymWorkflow):
         env_id = "Blackjack-v1"
         actions = {"stick": 0, "hit": 1}
+
         def describe(self, observation):
             return f"You hold {observation[0]}, the dealer shows {observation[1]}."
 
-Invariant: model calls are made by the run's own context, so their tokens are kept; an environment
+Invariant: the run's own context makes all model calls, so their tokens are recorded; an environment
 belongs to one run and closes with it.
 """
 
@@ -40,22 +41,20 @@ from rft.workflow.turns import (
 
 
 def chosen(text: str, words: Mapping[str, Any]) -> str | None:
-    """The action that an answer names: inside <action> tags if there are any, else the last of
-    `words` in it.
-    """
+    """Return an answer's action: inside <action> tags if any, else the last of `words` in it."""
     if tagged := blocks(text, "action", ignore_case=True):
         text = tagged[-1]
-    found = re.findall(
+    mentions = re.findall(
         "|".join(rf"\b{re.escape(w)}\b" for w in sorted(words, key=len, reverse=True)),
         text,
         re.IGNORECASE,
     )
     by_name = {w.lower(): w for w in words}
-    return by_name[found[-1].lower()] if found else None
+    return by_name[mentions[-1].lower()] if mentions else None
 
 
 def gymnasium() -> Any:
-    """The library.  Raises SetupError where it is not installed."""
+    """Import the library.  Raises SetupError if it is not installed."""
     try:
         import gymnasium as library
     except ImportError as e:
@@ -66,14 +65,14 @@ def gymnasium() -> Any:
 
 
 class GymArgs(TurnArgs):
-    """As TurnArgs, for environments with named actions."""
+    """TurnArgs for environments with named actions."""
 
     invalid_reward: float = Field(0.0, description="reward of an answer that names no action")
 
 
 class GymWorkflow(EnvWorkflow):
-    """Base: give `env_id`, `actions` and `describe`; override `make` for environments that depend
-    on the task.
+    """Base class: define `env_id`, `actions` and `describe`; override `make` for environments that
+    depend on the task.
     """
 
     Args: type[BaseModel] = GymArgs
@@ -84,19 +83,19 @@ class GymWorkflow(EnvWorkflow):
     invalid = 0
 
     def make(self, task: Task) -> Any:
-        """The environment of a task."""
+        """Return the environment of a task."""
         return gymnasium().make(self.env_id)
 
     def describe(self, observation: Any) -> str:
-        """What the model is told of an observation."""
+        """Return the text of an observation for the model."""
         return str(observation)
 
     def succeeded(self, reward: float, terminated: bool) -> bool:
-        """Whether an episode that ended with `reward` counts as a success."""
+        """Return whether an episode that ended with `reward` is a success."""
         return terminated and reward > 0
 
     def reward(self, reward: float) -> float:
-        """What an action earns here."""
+        """Return the run's reward for an environment's reward."""
         return reward
 
     def instruction(self, task: Task) -> str:
@@ -109,28 +108,28 @@ class GymWorkflow(EnvWorkflow):
     def reset(self, task: Task) -> str:
         self.env = self.make(task)
         observation, _ = self.env.reset(seed=row_seed(task))
-        return self._told(observation)
+        return self._describe_and_keep(observation)
 
     def step(self, action: str) -> Step:
         name = chosen(action, self.actions)
         if name is None:
             self.invalid += 1
             return Step(
-                f"That is no action. {self._seen}",
+                f"That is no action. {self._description}",
                 reward=self.args.invalid_reward,
                 info={"action": "", "success": False},
             )
         observation, reward, terminated, truncated, _ = self.env.step(self.actions[name])
         success = self.succeeded(float(reward), bool(terminated))
         return Step(
-            self._told(observation),
+            self._describe_and_keep(observation),
             reward=self.reward(float(reward)),
             done=bool(terminated or truncated),
             info={"action": name, "success": success},
         )
 
     def state(self) -> str:
-        return self._seen
+        return self._description
 
     def counts(self) -> dict[str, float]:
         return {"invalid_actions": float(self.invalid)}
@@ -139,13 +138,13 @@ class GymWorkflow(EnvWorkflow):
         if self.env is not None:
             self.env.close()
 
-    def _told(self, observation: Any) -> str:
-        self._seen = self.describe(observation)
-        return self._seen
+    def _describe_and_keep(self, observation: Any) -> str:
+        self._description = self.describe(observation)
+        return self._description
 
 
 class TextGameArgs(TurnArgs):
-    """As TurnArgs; which game."""
+    """TurnArgs, and the game."""
 
     env_id: str = Field(
         description="textarena's name, e.g. GuessTheNumber-v0; or pkg.module:make, "
@@ -155,14 +154,15 @@ class TextGameArgs(TurnArgs):
 
 
 class TextGame(EnvWorkflow):
-    """The game's reward of player 0 in the end; an invalid move is told by the game itself.  A
-    row's `seed` seeds it.
+    """Plays a text game of textarena; the score is player 0's final reward.
+
+    The game itself reports invalid moves.  A row's `seed` seeds it.
     """
 
     Args: type[BaseModel] = TextGameArgs
     blocking = True
     scores_itself = True
-    observed = 0  # the first observation tells the rules
+    observed = 0  # the first observation contains the rules
     game: Any = None
     _reward: float | None = None
 
@@ -191,24 +191,24 @@ class TextGame(EnvWorkflow):
             self._closed()
 
     def _observed(self) -> str:
-        player, seen = self.game.get_observation()
+        player, observations = self.game.get_observation()
         if player != 0:
             raise ValueError(
                 f"{self.args.env_id} is for {player + 1} players or more; only games for one are "
                 f"played"
             )
-        if isinstance(seen, str):
-            return seen
-        told = [
+        if isinstance(observations, str):
+            return observations
+        lines = [
             str(m[1]) if isinstance(m, tuple) else str(m)
-            for m in seen
+            for m in observations
             if not (isinstance(m, tuple) and m[0] == player)
         ]
-        # what the player said itself is in the conversation already
-        return "\n".join(told) or "Your turn."
+        # the conversation already has the player's own messages
+        return "\n".join(lines) or "Your turn."
 
     def _closed(self) -> float:
-        """The reward, asked once."""
+        """Return the reward, requested only once."""
         if self._reward is None:
             ended = self.game.close()
             rewards = ended[0] if isinstance(ended, tuple) else ended
@@ -218,8 +218,8 @@ class TextGame(EnvWorkflow):
 
 def _maker(name: str) -> Callable[..., Any]:
     if ":" in name:
-        found: Callable[..., Any] = REGISTRY.get("game", name).obj
-        return found
+        maker: Callable[..., Any] = REGISTRY.get("game", name).obj
+        return maker
     try:
         import textarena
     except ImportError as e:
@@ -227,13 +227,13 @@ def _maker(name: str) -> Callable[..., Any]:
             f"{name} is a game of textarena, which is not installed ({e}): pip install "
             f"'rft-platform[textarena]'"
         ) from e
-    # the plain name says all earlier turns again in every turn
+    # without -raw the game repeats all earlier turns in every turn
     raw = name if name.endswith(("-raw", "-train")) else f"{name}-raw"
     return lambda **args: textarena.make(env_id=raw, **args)
 
 
 class OpenEnvArgs(TurnArgs):
-    """As TurnArgs; which client, and how texts become actions and observations texts."""
+    """TurnArgs, the client, and the conversion of texts to actions and of observations to texts."""
 
     client: str = Field(description="the client's class: pkg.module:Name or path/file.py:Name")
     base_url: str | None = Field(
@@ -256,7 +256,7 @@ class OpenEnvArgs(TurnArgs):
 
 
 class OpenEnvWorkflow(EnvWorkflow):
-    """The environment's rewards."""
+    """Plays an OpenEnv environment; the environment gives the rewards."""
 
     Args: type[BaseModel] = OpenEnvArgs
     scores_itself = True
@@ -274,12 +274,12 @@ class OpenEnvWorkflow(EnvWorkflow):
         )
 
     async def step(self, action: str) -> Step:
-        made: Any = action
+        typed_action: Any = action
         if self.args.action is not None:
-            made = REGISTRY.get("environment", self.args.action).obj(
+            typed_action = REGISTRY.get("environment", self.args.action).obj(
                 **{self.args.action_field: action}
             )
-        result = await self.call(self.client.step, made)
+        result = await self.call(self.client.step, typed_action)
         reward = 0.0 if result.reward is None else float(result.reward)
         done = bool(result.done)
         return Step(
@@ -298,16 +298,16 @@ class OpenEnvWorkflow(EnvWorkflow):
             return observation
         if self.args.observation_field is not None:
             return str(getattr(observation, self.args.observation_field))
-        plain = (
+        encodable = (
             observation.model_dump()
             if isinstance(observation, BaseModel)
             else getattr(observation, "__dict__", observation)
         )
-        return msgspec.json.encode(plain, enc_hook=str).decode()
+        return msgspec.json.encode(encodable, enc_hook=str).decode()
 
 
 class VerifiersArgs(TurnArgs):
-    """As TurnArgs; which environment."""
+    """TurnArgs, and the environment."""
 
     env: str = Field(
         description="what makes the environment: pkg.module:load_environment or "
@@ -317,8 +317,9 @@ class VerifiersArgs(TurnArgs):
 
 
 class VerifiersWorkflow(MultiTurnWorkflow):
-    """A row's `prompt` (text or messages), `answer` and `info` become the state; the rubric's
-    reward is the score.
+    """Plays an environment of verifiers; the rubric's reward is the score.
+
+    A row's `prompt` (text or messages), `answer` and `info` become the state.
     """
 
     Args: type[BaseModel] = VerifiersArgs
@@ -334,8 +335,10 @@ class VerifiersWorkflow(MultiTurnWorkflow):
 
     async def begin(self, task: Task) -> list[Message]:
         messages = task.chat()
-        if (told := getattr(self.env, "system_prompt", None)) and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": told}, *messages]
+        if (system_prompt := getattr(self.env, "system_prompt", None)) and messages[0][
+            "role"
+        ] != "system":
+            messages = [{"role": "system", "content": system_prompt}, *messages]
         answer = task.truth if task.truth is not None else task.row.get("answer", "")
         info = task.row.get("info") or {}
         self.state = {
@@ -358,12 +361,14 @@ class VerifiersWorkflow(MultiTurnWorkflow):
         respond = getattr(self.env, "env_response", None)
         if respond is None or self.state["turn"] >= self.args.max_turns or await self._completed():
             return await self._scored_reply()
-        said = await waited(respond(self._messages(), self.state))
-        if isinstance(said, tuple):
-            said, self.state = said
+        response = await waited(respond(self._messages(), self.state))
+        if isinstance(response, tuple):
+            response, self.state = response
         messages = [
             dict(m)
-            for m in ([{"role": "user", "content": said}] if isinstance(said, str) else said)
+            for m in (
+                [{"role": "user", "content": response}] if isinstance(response, str) else response
+            )
         ]
         self.state["completion"] = [*self.state["completion"], *messages]
         return await self._scored_reply() if await self._completed() else Reply(tuple(messages))
@@ -397,13 +402,13 @@ class VerifiersWorkflow(MultiTurnWorkflow):
 
 @lru_cache(maxsize=16)
 def environment(name: str, args: str) -> Any:
-    """The environment, made once.  Raises ConfigError for what has another shape."""
-    made = REGISTRY.get("environment", name).obj(**msgspec.json.decode(args))
-    if not callable(getattr(getattr(made, "rubric", None), "score_rollout", None)):
+    """Return the environment, built once.  Raises ConfigError for another interface."""
+    environment = REGISTRY.get("environment", name).obj(**msgspec.json.decode(args))
+    if not callable(getattr(getattr(environment, "rubric", None), "score_rollout", None)):
         raise ConfigError(
-            f"{name} gives {type(made).__name__}, which has no rubric.score_rollout; environments "
+            f"{name} gives {type(environment).__name__}, which has no rubric.score_rollout; environments "
             f"of verifiers 1.x run their own agents: "
             "let those call the endpoint (docs/howto/agent.md)",
             key="workflow_args.env",
         )
-    return made
+    return environment

@@ -1,5 +1,5 @@
-"""Environments of other libraries: text games (textarena), verifiers, OpenEnv.  What they take
-stands in rft/extras/worlds/adapters.py.
+"""Environments of other libraries: text games (textarena), verifiers, OpenEnv.
+rft/extras/worlds/adapters.py defines their arguments.
 
 explorer_input:
   taskset: {path: "rft.taskset.generated_tasks:seeds", default_workflow_type: text_game_workflow,

@@ -1,9 +1,10 @@
-"""Crossing a frozen lake: a move in every turn, until the goal, a hole, or the last turn (needs
-gymnasium).
+"""Crossing a frozen lake: one move per turn, until the goal, a hole, or the last turn.
+
+Needs gymnasium.
 
 explorer_input:
   taskset: {path: "rft.taskset.generated_tasks:frozen_lake_maps", split: train,
-  default_workflow_type: frozen_lake_workflow}
+            default_workflow_type: frozen_lake_workflow}
 
 A row gives its map as `desc` (lines of S, F, H, G) or as `size`, `p` and `seed` of gymnasium's
 random maps.
@@ -24,7 +25,7 @@ CELLS = {"S", "F", "H", "G"}
 
 
 class FrozenLakeArgs(GymArgs):
-    """As GymArgs; `desc`, `size` and `p` are for rows that have none of their own."""
+    """GymArgs for the lake; `desc`, `size` and `p` apply to rows without their own."""
 
     max_turns: int = Field(8, ge=1, description="moves at most")
     agent_max_steps: int | None = Field(None, ge=1, description="Trinity-RFT's name of max_turns")
@@ -56,7 +57,7 @@ class FrozenLake(GymWorkflow):
 
     def make(self, task: Task) -> Any:
         self.lake = self._map(task)
-        # one place, not always the upper left corner, is the start: gymnasium takes any S
+        # the start may be anywhere, not only in the upper left corner: gymnasium accepts any S
         return gymnasium().make(
             self.env_id,
             desc=self.lake,

@@ -1,4 +1,4 @@
-"""Reward of reasoning-gym tasksets: the data set's own `score_answer` on the row it made, in a
+"""Reward of reasoning-gym tasksets: the data set's own score function on the generated row, in a
 process that can be killed.
 """
 
@@ -23,9 +23,7 @@ POOL = WorkerPool("reasoning_gym", "rft.extras.worlds.gym_worker", codec=LITERAL
 async def reasoning_gym(
     task: Task, transcript: Transcript, *, timeout_s: Annotated[float, Field(gt=0)] = 10.0
 ) -> float:
-    """Score in [0, 1] of the last <answer> block, else of the whole answer.  For reasoning_gym://
-    tasksets.
-    """
+    """Score in [0, 1] of the last <answer> block, else of the answer.  For reasoning_gym:// only."""
     name = task.row.get("metadata", {}).get("source_dataset")
     if name is None:
         raise ValueError(

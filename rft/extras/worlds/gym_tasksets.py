@@ -13,11 +13,11 @@ REWARD = "reasoning_gym"
 
 
 def open_gym(settings: TasksetSettings) -> Taskset:
-    """The named reasoning-gym data set, scored by the reward "reasoning_gym".  A row is made when
-    it is asked for.
+    """Return the named reasoning-gym data set, scored by the reward "reasoning_gym".  Rows are
+    generated when requested.
 
-    `args` holds `size` (default 500), `seed` (default 42) and the data set's own settings.  Raises
-    ConfigError for an unknown name or a setting it does not have.
+    `args`: `size` (default 500), `seed` (default 42) and the data set's own settings.  Raises
+    ConfigError for an unknown name or setting.
     """
     name = settings.path.removeprefix("reasoning_gym://")
     key = f"taskset {settings.name}"
@@ -25,9 +25,9 @@ def open_gym(settings: TasksetSettings) -> Taskset:
     try:
         rows = gym_rows(name, args)
     except NoSuchData as e:
-        hint = nearest(name, e.known)
+        hint = nearest(name, e.names)
         raise ConfigError(
-            f"reasoning-gym has no data set {name!r}.{hint}  It has {len(e.known)}: {e}.",
+            f"reasoning-gym has no data set {name!r}.{hint}  It has {len(e.names)}: {e}.",
             key=f"{key}.path",
         ) from None
     except ValueError as e:

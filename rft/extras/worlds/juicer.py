@@ -1,7 +1,7 @@
-"""Data-Juicer's filters in this process: `pip install rft-platform[data-juicer]`, no service.
+"""Run Data-Juicer's filters in this process: `pip install rft-platform[data-juicer]`, no service.
 
-Knows no rows, and of recipes the list `process` alone.  Invariant: a sample's texts never change;
-operators that write some are refused.
+Knows no rows, and of recipes only the list `process`.  Invariant: a sample's texts never change;
+operators that change texts are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_RECIPE = 1 << 20
 
 
 class JuicerFilters:
-    """The filters by name with their arguments: {name: ..., args: {...}} or {NAME: {...}}, after
+    """The filters by name with their arguments, {name: ..., args: {...}} or {NAME: {...}}, after
     those of a recipe.
     """
 
@@ -33,11 +33,12 @@ class JuicerFilters:
                 "Data-Juicer needs operators, or config_path: a recipe with a list `process`"
             )
         self._named = [_named(entry) for entry in listed]
-        self._made: list[Any] = []
+        self._ops: list[Any] = []
 
     def measure(self, columns: Mapping[str, Sequence[Any]]) -> list[tuple[bool, dict[str, float]]]:
-        """Of each sample whether all filters keep it, and the numbers that they measured.
-        `columns` have one value for each sample.
+        """Return for each sample whether all filters keep it, and their measurements.
+
+        `columns` have one value per sample.
         """
         count = len(next(iter(columns.values())))
         samples: dict[str, list[Any]] = {name: list(values) for name, values in columns.items()}
@@ -45,29 +46,30 @@ class JuicerFilters:
             "__dj__stats__": [{} for _ in range(count)],
             "__dj__meta__": [{} for _ in range(count)],
         }
-        kept = [True] * count
-        for one in self._loaded():
-            samples = one.compute_stats_batched(samples)
-            kept = [
-                k and bool(says) for k, says in zip(kept, one.process_batched(samples), strict=True)
+        passes = [True] * count
+        for filter_op in self._loaded():
+            samples = filter_op.compute_stats_batched(samples)
+            passes = [
+                k and bool(passed)
+                for k, passed in zip(passes, filter_op.process_batched(samples), strict=True)
             ]
         numbers = [
             {str(n): float(v) for n, v in s.items() if isinstance(v, int | float)}
             for s in samples["__dj__stats__"]
         ]
-        return list(zip(kept, numbers, strict=True))
+        return list(zip(passes, numbers, strict=True))
 
     def _loaded(self) -> list[Any]:
-        if not self._made:
+        if not self._ops:
             from data_juicer.ops import Filter, load_ops
 
-            made = load_ops([{name: args} for name, args in self._named])
-            if wrong := next((one for one in made if not isinstance(one, Filter)), None):
+            ops = load_ops([{name: args} for name, args in self._named])
+            if wrong := next((op for op in ops if not isinstance(op, Filter)), None):
                 raise ConfigError(
                     f"{wrong._name} of Data-Juicer is no filter; texts stay as they are here"
                 )
-            self._made = made
-        return self._made
+            self._ops = ops
+        return self._ops
 
 
 def _recipe(path: str) -> list[dict[str, Any]]:
@@ -82,7 +84,7 @@ def _recipe(path: str) -> list[dict[str, Any]]:
 
 
 def _named(entry: Any) -> tuple[str, dict[str, Any]]:
-    """{name: ..., args: {...}} or Data-Juicer's {NAME: {...}}.  Raises ConfigError."""
+    """Parse {name: ..., args: {...}} or Data-Juicer's {NAME: {...}}.  Raises ConfigError."""
     if (
         isinstance(entry, dict)
         and isinstance(entry.get("name"), str)

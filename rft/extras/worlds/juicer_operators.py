@@ -2,8 +2,7 @@
 
     operators:
       - {name: data_juicer, args: {operators: [{name: text_length_filter, args: {min_len: 20}}]}}      # or config_path: recipe.yaml
-      - {name: reward_shaping_mapper, args: {reward_shaping_configs: [{stats_key: text_len, op_type:
-        ADD, weight: 0.01}]}}
+      - {name: reward_shaping_mapper, args: {reward_shaping_configs: [{stats_key: text_len, op_type: ADD, weight: 0.01}]}}
 
 A row is the sample {text, query, response, prompt_text, response_text, reward}.  Invariant: a row's
 sequence never changes.
@@ -26,9 +25,7 @@ KEPT = "data_juicer_kept"
 
 
 class DataJuicerArgs(OperatorArgs):
-    """The filters by name with their arguments, or a recipe of Data-Juicer that lists them under
-    `process`.
-    """
+    """The filters by name with their arguments, or a recipe of Data-Juicer with a list of them."""
 
     operators: list[dict[str, Any]] = Field(default_factory=list)
     config_path: str | None = None
@@ -36,11 +33,12 @@ class DataJuicerArgs(OperatorArgs):
 
 @operator("data_juicer", args=DataJuicerArgs)
 class DataJuicer(Operator):
-    """Reports what filters measure as metrics of the row, and in `data_juicer_kept` whether all of
-    them would keep it; drops nothing.
+    """Reports the filters' measurements as metrics of the row; drops nothing.
+
+    The metric `data_juicer_kept` says whether all filters would keep the row.
     """
 
-    stage: ClassVar[Stage] = "reward"  # before operators that shape rewards by what is measured
+    stage: ClassVar[Stage] = "reward"  # before operators that use the measurements
     needs: ClassVar[Mapping[str, str]] = NEEDS
 
     def __init__(
@@ -50,12 +48,12 @@ class DataJuicer(Operator):
 
     def process(self, rows: Sequence[Experience], group: GroupView) -> Result:
         measured = self._measured(rows)
-        kept = [kept for kept, _ in measured]
-        made = [
-            msgspec.structs.replace(row, metrics={**row.metrics, **stats, KEPT: float(kept)})
-            for row, (kept, stats) in zip(rows, measured, strict=True)
+        passes = [kept for kept, _ in measured]
+        rows_out = [
+            msgspec.structs.replace(row, metrics={**row.metrics, **stats, KEPT: float(passed)})
+            for row, (passed, stats) in zip(rows, measured, strict=True)
         ]
-        return Result(made, [Metric(KEPT, k, "mean") for k in kept])
+        return Result(rows_out, [Metric(KEPT, k, "mean") for k in passes])
 
     def _measured(self, rows: Sequence[Experience]) -> list[tuple[bool, dict[str, float]]]:
         columns: dict[str, list[Any]] = {
@@ -71,10 +69,12 @@ class DataJuicer(Operator):
 
 @operator("data_juicer_filter", args=DataJuicerArgs)
 class DataJuicerFilter(DataJuicer):
-    """Drops the rows that one of the filters does not keep."""
+    """Drops the rows that some filter rejects."""
 
     stage = "drop"
 
     def process(self, rows: Sequence[Experience], group: GroupView) -> Result:
-        kept = [row for row, (keep, _) in zip(rows, self._measured(rows), strict=True) if keep]
-        return Result(kept, [Metric("data_juicer_filtered_count", len(rows) - len(kept), "sum")])
+        passing = [row for row, (keep, _) in zip(rows, self._measured(rows), strict=True) if keep]
+        return Result(
+            passing, [Metric("data_juicer_filtered_count", len(rows) - len(passing), "sum")]
+        )

@@ -14,9 +14,7 @@ from rft.taskset.row_operators import RowOperator, RowOperatorArgs, column, task
 
 
 class JuicerArgs(RowOperatorArgs):
-    """The filters by name with their arguments, or a recipe of Data-Juicer that lists them under
-    `process`.
-    """
+    """The filters by name with their arguments, or a recipe of Data-Juicer with a list of them."""
 
     operators: tuple[dict[str, Any], ...] = Field(
         (), description="Filters: {name: ..., args: {...}}."
@@ -30,8 +28,9 @@ class JuicerArgs(RowOperatorArgs):
 
 @task_operator("data_juicer_filter", args=JuicerArgs)
 class JuicerFilter(WithArgs, RowOperator):
-    """Keeps rows that all filters of Data-Juicer keep, and writes what they measure as columns
-    (text_len, for example).
+    """Keeps rows that all filters of Data-Juicer keep.
+
+    Writes the measurements as columns (text_len, for example).
     """
 
     needs: ClassVar[Mapping[str, str]] = NEEDS
@@ -42,7 +41,7 @@ class JuicerFilter(WithArgs, RowOperator):
 
     def apply(self, row: Row) -> Row | None:
         sample = {**row, "text": column(row, self.args.field)}
-        ((kept, measured),) = self._filters.measure(
+        ((passed, measured),) = self._filters.measure(
             {name: [value] for name, value in sample.items()}
         )
-        return {**row, **measured} if kept else None
+        return {**row, **measured} if passed else None

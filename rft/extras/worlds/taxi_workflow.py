@@ -1,9 +1,9 @@
-"""Driving a taxi on a grid of five by five places (needs gymnasium): fetch a passenger, bring them
+"""Driving a taxi on a grid of five by five places (needs gymnasium): pick up a passenger and drive
 to their goal.
 
 explorer_input:
-  taskset: {path: "rft.taskset.generated_tasks:seeds", split: train, default_workflow_type:
-  taxi_workflow}
+  taskset: {path: "rft.taskset.generated_tasks:seeds", split: train,
+            default_workflow_type: taxi_workflow}
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ STANDS = ("Red", "Green", "Yellow", "Blue")
 
 
 class TaxiArgs(GymArgs):
-    """As GymArgs."""
+    """GymArgs for the taxi."""
 
     max_turns: int = Field(20, ge=1, description="actions at most")
     max_turn_tokens: int | None = Field(16, ge=1, description="tokens of one answer at most")
@@ -32,8 +32,9 @@ class TaxiArgs(GymArgs):
 
 @register.workflow("taxi_workflow", args=TaxiArgs)
 class Taxi(GymWorkflow):
-    """The environment's rewards times `scale`; the part `success` says whether the passenger has
-    arrived.
+    """Drives a taxi; the rewards are the environment's times `scale`.
+
+    The score's success part says whether the passenger has arrived.
     """
 
     needs: ClassVar[Mapping[str, str]] = {"gymnasium": "gymnasium"}
@@ -81,5 +82,5 @@ def _place(at: Any) -> str:
 
 
 def _moves(taxi: Any, state: int, action: int) -> bool:
-    """Whether a move leads somewhere else: no wall is in its way."""
+    """Return whether a move changes the place: no wall blocks it."""
     return bool(taxi.P[state][action][0][1] != state)

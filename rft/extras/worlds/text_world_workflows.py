@@ -23,7 +23,7 @@ from rft.reward.extract import blocks
 
 
 class WorldArgs(TurnArgs):
-    """As TurnArgs; the reward of a run that does not end in time."""
+    """TurnArgs, and the reward of a run that does not end in time."""
 
     max_turns: int = Field(30, ge=1, description="commands at most")
     max_env_steps: int | None = Field(None, ge=1, description="Trinity-RFT's name of max_turns")
@@ -38,8 +38,8 @@ class WorldArgs(TurnArgs):
 
 
 class World(EnvWorkflow):
-    """Base: `start` gives the first observation, `act` what a command leads to as (observation,
-    score in [0, 1] so far, over).
+    """Base class: `start` returns the first observation, `act` the result of a command as
+    (observation, score so far in [0, 1], over).
     """
 
     Args: type[BaseModel] = WorldArgs
@@ -60,26 +60,26 @@ class World(EnvWorkflow):
         raise NotImplementedError
 
     def instruction(self, task: Task) -> str:
-        told = (
+        rules = (
             f"{self.role} In every turn think first, inside <think>...</think>, then write one "
             f"command inside <action>...</action>."
         )
-        return task.system_prompt or f"{told}{self.commands}"
+        return task.system_prompt or f"{rules}{self.commands}"
 
     def reset(self, task: Task) -> str:
         return f"Observation: {self.start(task)}"
 
     def step(self, action: str) -> Step:
-        found = blocks(action, "action", ignore_case=True)
-        if not found:
+        actions = blocks(action, "action", ignore_case=True)
+        if not actions:
             return Step(
                 "Observation: That is no command; write one inside <action>...</action>.",
                 reward=0.0,
             )
-        observation, score, self._over = self.act(found[-1].strip())
+        observation, score, self._over = self.act(actions[-1].strip())
         earned = score - self._score
         self._score = score
-        info = {"action": found[-1].strip()[:200], "success": score >= 1.0}
+        info = {"action": actions[-1].strip()[:200], "success": score >= 1.0}
         return Step(f"Observation: {observation}", reward=earned, done=self._over, info=info)
 
     def leftover(self) -> float:
@@ -88,8 +88,9 @@ class World(EnvWorkflow):
 
 @register.workflow("textworld_workflow", args=WorldArgs)
 class TextWorld(World):
-    """The share of the game's points that is reached.  A row's `game_file`, or its prompt, names
-    the game (.z8, .ulx, .tw-pddl).
+    """Plays a game of TextWorld; the score is the reached share of the game's points.
+
+    A row's `game_file`, or its prompt, names the game (.z8, .ulx, .tw-pddl).
     """
 
     needs: ClassVar[Mapping[str, str]] = {"textworld": "textworld"}
@@ -101,10 +102,10 @@ class TextWorld(World):
         path = Path(str(task.row.get("game_file") or task.prompt)).expanduser()
         if not path.is_file():
             raise ValueError(f"task {task.taskset}[{task.index}]: there is no game {path}")
-        asked = textworld.EnvInfos(
+        infos = textworld.EnvInfos(
             description=True, admissible_commands=True, max_score=True, score=True, won=True
         )
-        self.game = textworld.start(str(path), asked, wrappers=self.made_wrappers())
+        self.game = textworld.start(str(path), infos, wrappers=self.made_wrappers())
         return str(self.game.reset().feedback).strip()
 
     def made_wrappers(self) -> list[Any]:
@@ -116,12 +117,12 @@ class TextWorld(World):
         return str(state.feedback).strip(), share, bool(done)
 
     def close(self) -> None:
-        if (game := vars(self).get("game")) is not None:  # none where it could not be made
+        if (game := vars(self).get("game")) is not None:  # None if it could not be built
             game.close()
 
 
 class AlfWorldArgs(WorldArgs):
-    """As WorldArgs, with Trinity-RFT's reward of an unfinished run."""
+    """WorldArgs with Trinity-RFT's reward of an unfinished run."""
 
     unfinished_reward: float = Field(
         -0.1, description="reward, in the end, of a run that the last turn ended"
@@ -129,14 +130,14 @@ class AlfWorldArgs(WorldArgs):
 
 
 class AlfWorldStepsArgs(AlfWorldArgs):
-    """As AlfWorldArgs; one row for each call."""
+    """AlfWorldArgs with one row per call."""
 
     layout: Literal["joined", "steps"] = "steps"
 
 
 @register.workflow("alfworld_workflow", args=AlfWorldArgs)
 class AlfWorld(TextWorld):
-    """1 for a household task that is done, -0.1 for one that is not."""
+    """The score is 1 for a finished household task, -0.1 for an unfinished one."""
 
     Args: type[BaseModel] = AlfWorldArgs
     needs: ClassVar[Mapping[str, str]] = {"alfworld": "alfworld"}
@@ -154,14 +155,15 @@ class AlfWorld(TextWorld):
         return [AlfredDemangler()]
 
 
-# Trinity-RFT's; algorithm raft trains what succeeded
+# Trinity-RFT's name; algorithm raft trains successful runs
 register.workflow("RAFT_alfworld_workflow", args=AlfWorldArgs)(AlfWorld)
 
 
 @register.workflow("step_wise_alfworld_workflow", args=AlfWorldStepsArgs)
 class AlfWorldSteps(AlfWorld):
-    """The same, one row for each call with the reward of the whole run; `gigpo` compares them by
-    state.
+    """alfworld_workflow with one row per call and the reward of the run.
+
+    Advantage gigpo compares the rows by state.
     """
 
     Args: type[BaseModel] = AlfWorldStepsArgs
@@ -171,7 +173,7 @@ class AlfWorldSteps(AlfWorld):
         return {"info.env_state_hash"} if args.get("layout", "steps") == "steps" else set()
 
 
-# ScienceWorld's simulators: each is a Java program that takes seconds to start
+# ScienceWorld's idle simulators: each is a Java program that takes seconds to start
 _IDLE: list[Any] = []
 _LOCK = threading.Lock()
 
@@ -183,7 +185,7 @@ def _close_idle() -> None:
 
 
 class SciWorldArgs(WorldArgs):
-    """As WorldArgs; which simplifications hold."""
+    """WorldArgs, and ScienceWorld's simplifications."""
 
     simplification: str = Field(
         "easy", description="ScienceWorld's, e.g. easy, or teleportAction,openDoors; empty: none"
@@ -192,8 +194,9 @@ class SciWorldArgs(WorldArgs):
 
 @register.workflow("sciworld_workflow", args=SciWorldArgs)
 class SciWorld(World):
-    """The best score of the experiment so far, as a share of 100.  A row has `task_name` and
-    `var_num`, or its prompt is that as JSON.
+    """Does an experiment of ScienceWorld; the score is its best so far, as a share of 100.
+
+    A row has `task_name` and `var_num`, or its prompt contains them as JSON.
     """
 
     Args: type[BaseModel] = SciWorldArgs
@@ -214,14 +217,14 @@ class SciWorld(World):
         with _LOCK:
             env = _IDLE.pop() if _IDLE else None
         if env is None:
-            env = ScienceWorldEnv("", envStepLimit=10_000)  # turns are counted here
+            env = ScienceWorldEnv("", envStepLimit=10_000)  # this workflow counts turns
         env.load(str(row["task_name"]), int(row.get("var_num", 0)), self.args.simplification)
         observation, info = env.reset()
         self.env = env
         return f"{info['taskDesc'].strip()}\n{observation.strip()}"
 
     def act(self, command: str) -> tuple[str, float, bool]:
-        env = self.env  # of a run that is given up meanwhile no other run gets it
+        env = self.env  # no other run gets the simulator of an aborted run
         self.env = None
         observation, _, done, info = env.step(command)
         self.env = env

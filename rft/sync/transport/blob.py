@@ -1,8 +1,7 @@
-"""Writes tensors into an open file and describes them: the part that all file-like transports
-share.
+"""Write tensors into an open file and describe them: common code of all file-like transports.
 
-Knows nothing of versions' lifetimes. The one invariant: the hash of a tensor is taken from the
-trainer's own memory, not from what was written, so damage on the way to an engine is always seen.
+Knows nothing of versions' lifetimes. Invariant: a tensor's hash is computed from the trainer's own
+memory, not from the written bytes, so damage on the way to an engine is always detected.
 """
 
 from __future__ import annotations
@@ -47,16 +46,16 @@ def write(
     tied: dict[str, str],
     mapped: torch.Tensor | None = None,
 ) -> tuple[TensorSpec, ...]:
-    """Write every tensor to `fd` from offset 0 on.  Raises WeightSyncFailed on what no engine
-    should ever load.
+    """Write every tensor to `fd` from offset 0 on; return their specs.
 
-    `mapped`: the bytes of `fd` from its beginning; what lies beyond is written through `fd`.
+    `mapped`: mapping of the first bytes of `fd`; bytes beyond it are written through `fd`. Raises
+    WeightSyncFailed for tensors that no engine should load.
     """
     room = np.empty(0, np.uint8) if mapped is None else mapped.numpy()
     names: set[str] = set()
     end = 0
     carried: list[Future[TensorSpec]] = []
-    # tensors may be made one by one, and are not to be in memory all at once
+    # tensors may be created one by one, and must not all be in memory at once
     room_left = Semaphore(3 * THREADS)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="stage") as pool:
         for name, tensor in tensors:
@@ -81,8 +80,9 @@ def write(
 def _carry(
     fd: int, room: np.ndarray, version: Version, name: str, host: torch.Tensor, start: int
 ) -> TensorSpec:
-    """Write one tensor to its place and describe it; each piece is looked at, hashed and copied
-    while it is in the processor's cache.
+    """Write one tensor to its place and return its spec.
+
+    Each piece is checked, hashed and copied while it is in the processor's cache.
     """
     digest = xxhash.xxh3_128()
     flat = host.reshape(-1)
@@ -112,7 +112,7 @@ def aligned(size: int) -> int:
 def same_layout(
     version: Version, specs: tuple[TensorSpec, ...], before: tuple[TensorSpec, ...]
 ) -> None:
-    """Raises WeightSyncFailed unless both name the same tensors with the same types and shapes."""
+    """Raise WeightSyncFailed unless both have the same tensors with the same types and shapes."""
     if len(specs) == len(before) and all(
         (a.name, a.dtype, a.shape) == (b.name, b.dtype, b.shape)
         for a, b in zip(specs, before, strict=True)
@@ -122,7 +122,7 @@ def same_layout(
     new = {s.name: (s.dtype, s.shape) for s in specs}
     wrong = sorted(n for n in old.keys() | new.keys() if old.get(n) != new.get(n))
     if not wrong:
-        return  # another order only
+        return  # only the order differs
     name = wrong[0]
     raise WeightSyncFailed(
         f"version {version}: {len(wrong)} tensors differ from the version staged before, first "
@@ -132,12 +132,14 @@ def same_layout(
 
 
 def _finite(values: torch.Tensor) -> bool:
-    """A sum is one pass at memory speed, and NaN and infinity stay in it; that of huge but finite
-    values overflows, too.
+    """Return whether all values are finite.
+
+    A sum is one pass at memory speed and preserves NaN and infinity; a sum of huge finite values
+    may overflow, so only then each value is checked.
     """
     if not values.is_floating_point():
         return True
-    wide = values.float() if values.itemsize == 1 else values  # eight bits have no arithmetic
+    wide = values.float() if values.itemsize == 1 else values  # 8-bit types have no arithmetic
     return math.isfinite(wide.sum().item()) or bool(torch.isfinite(wide).all())
 
 

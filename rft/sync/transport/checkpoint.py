@@ -1,8 +1,8 @@
-"""Weights through files in the run folder: for engines that share a file system with the trainer,
+"""Transport through files in the run folder, for engines that share a file system with the trainer
 but not its memory.
 
-The one invariant: a file under its final name is whole (written aside, fsynced, renamed), and the
-versions an engine may still have to read keep theirs.
+Invariant: a file under its final name is complete (written aside, fsynced, renamed), and files of
+versions that an engine may still read are kept.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ _KEPT = 2
 
 
 class CheckpointTransport:
-    """See `Transport`.  Files are `weights-LINEAGE-STEP.bin`; the first stage removes those of an
-    earlier start of the run.
-    """
+    """See `rft.sync.base.Transport`.  The first stage removes files of an earlier start of the run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
-        self._kept: dict[Version, Path] = {}  # oldest first
+        self._files: dict[Version, Path] = {}  # oldest first
         self._layout: tuple[TensorSpec, ...] = ()
         self._swept = False
 
@@ -37,7 +35,7 @@ class CheckpointTransport:
         self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]
     ) -> WeightManifest:
         final = self._folder / f"weights-{version.lineage}-{version.step}.bin"
-        if version in self._kept:
+        if version in self._files:
             raise WeightSyncFailed(
                 f"version {version} is already staged as {final}; release it first"
             )
@@ -61,19 +59,19 @@ class CheckpointTransport:
         finally:
             aside.unlink(missing_ok=True)
         self._layout = specs
-        self._kept[version] = final
-        for old in list(self._kept)[: -_KEPT - 1]:
+        self._files[version] = final
+        for old in list(self._files)[: -_KEPT - 1]:
             self.release(old)
         return WeightManifest(
             version=version, transport="checkpoint", path=str(final), tensors=specs, tied=dict(tied)
         )
 
     def release(self, version: Version) -> None:
-        if (file := self._kept.pop(version, None)) is not None:
+        if (file := self._files.pop(version, None)) is not None:
             file.unlink(missing_ok=True)
 
     def close(self) -> None:
-        for version in list(self._kept):
+        for version in list(self._files):
             self.release(version)
 
     def _sweep(self) -> None:

@@ -1,4 +1,4 @@
-"""Makes the transport that a configuration names: a built-in one, or one from outside."""
+"""Build the transport that a configuration names: a built-in one or a plugin."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from rft.plugins import REGISTRY
 from rft.sync.base import OwnTransport, Transport
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import Backend, SyncConfig
 from rft.types.ids import Version
 from rft.types.ports import WeightManifest
 
@@ -19,38 +19,42 @@ if TYPE_CHECKING:
 
 
 class _Named:
-    """A transport from outside; its manifests tell the engines whose `fetch` they need."""
+    """A transport plugin; its manifests name the plugin, so that engines find its fetch function."""
 
-    def __init__(self, name: str, made: OwnTransport) -> None:
+    def __init__(self, name: str, transport: OwnTransport) -> None:
         self._name = name
-        self._made = made
-        self.release = made.release
-        self.close = made.close
+        self._transport = transport
+        self.release = transport.release
+        self.close = transport.close
 
     def stage(
         self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]
     ) -> WeightManifest:
-        return replace(self._made.stage(version, tensors, tied), transport=self._name)
+        return replace(self._transport.stage(version, tensors, tied), transport=self._name)
 
 
-def make(settings: SyncSettings, folder: Path, host: str = "127.0.0.1") -> Transport:
-    """The transport that `settings.method` names.  `folder` is the run's `sync` folder; it is made
-    when first needed.
+def make(
+    config: SyncConfig,
+    folder: Path,
+    host: str = "127.0.0.1",
+    backend: Backend = "gloo",
+) -> Transport:
+    """Return the transport of `sync_method`.
 
-    `host`: this machine's address for engines that are sent something.
+    `folder`: the run's sync folder, created when first needed.  `host`: this machine's address for
+    engines that receive a broadcast; `backend`: of that broadcast.
     """
-    if settings.method == "memory":
+    method = config.sync_method
+    if method == "memory":
         from rft.sync.transport.memory import MemoryTransport
 
         return MemoryTransport(folder)
-    if settings.method == "nccl":
+    if method == "nccl":
         from rft.sync.transport.nccl import BroadcastTransport
 
-        return BroadcastTransport(settings, folder, host)
-    if ":" in settings.method:
-        return _Named(
-            settings.method, REGISTRY.get("transport", settings.method).obj(settings, folder)
-        )
+        return BroadcastTransport(config, folder, host, backend)
+    if ":" in method:
+        return _Named(method, REGISTRY.get("transport", method).obj(config, folder))
     from rft.sync.transport.checkpoint import CheckpointTransport
 
     return CheckpointTransport(folder)

@@ -1,11 +1,11 @@
-"""Weights through anonymous memory: no name in any folder, nothing left after a kill, not limited
+"""Transport through anonymous memory: no file in any folder, nothing left after a kill, not limited
 by the size of /dev/shm.
 
-Engines open `/proc/PID/fd/N` of the publisher, which needs the same user on the same node. Where
-that is refused, from the start or since the publisher hides its memory from programs that it
-judges, the slots are files in /dev/shm (or in the run folder, when that has too little room);
-`place` says so. The one invariant is that of `Transport`: with releases two slots alternate,
-without them three rotate, and a slot that may be read is never written.
+Engines open a file descriptor of the publisher in /proc, which needs the same user on the same
+node. If that is refused, from the start or because the publisher later hides its memory from
+programs that it judges, the slots are files in /dev/shm (or in the run folder, if /dev/shm has too
+little room); `place` says which. Invariant: a slot that may be read is never written; with releases
+two slots alternate, without releases three rotate.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 class _Slot:
     fd: int
     path: str
-    file: Path | None  # the name to remove on close; None for anonymous memory
-    mapped: torch.Tensor | None = None  # its bytes (uint8), of anonymous memory that is there
+    file: Path | None  # file to remove on close; None for anonymous memory
+    mapped: torch.Tensor | None = None  # its bytes (uint8), if mapped
     version: Version | None = None  # None = free
-    order: int = 0  # when it was staged
+    order: int = 0  # order of staging
 
 
 class MemoryTransport:
-    """See `Transport`.  `place` is "memory", or the folder of the fallback files.
+    """See `rft.sync.base.Transport`.  `place` is "memory", or the folder of the fallback files.
 
-    `shared`: other processes read the bytes; else only this one does, through `view`.
+    `shared`: other processes read the bytes; else only this process, through `view`.
     """
 
     def __init__(self, folder: Path, *, shared: bool = True) -> None:
@@ -56,7 +56,7 @@ class MemoryTransport:
         self._layout: tuple[TensorSpec, ...] = ()
         self._closed = False
         self._shared = shared
-        # a slot whose memory the kernel is asked for while nobody waits
+        # a slot allocated in the background
         self._spare: Future[_Slot] | None = None
         self.place = "memory" if not shared or memory_is_readable() else ""
 
@@ -80,7 +80,7 @@ class MemoryTransport:
         slot.order = self._staged
         if slot.mapped is None and slot.file is None:
             slot.mapped = _mapped(slot.path, os.fstat(slot.fd).st_size)
-        if self._staged == 1 and slot.file is None:  # a second version is sure to come
+        if self._staged == 1 and slot.file is None:  # a second version will follow
             pool = ThreadPoolExecutor(1, thread_name_prefix="spare")
             self._spare = pool.submit(_anonymous, sum(blob.aligned(spec.nbytes) for spec in specs))
             pool.shutdown(wait=False)
@@ -89,16 +89,18 @@ class MemoryTransport:
         )
 
     @property
-    def held(self) -> tuple[Version, ...]:
-        """The versions whose bytes are here."""
+    def versions(self) -> tuple[Version, ...]:
+        """Return the versions whose bytes are in memory."""
         return tuple(s.version for s in self._slots if s.version is not None)
 
     def view(self, version: Version) -> mmap.mmap:
-        """The bytes of a staged version.  Writes to them are private.  Raises WeightSyncFailed."""
+        """Return a staged version's bytes; writes stay private.  Raises WeightSyncFailed."""
         slot = next((s for s in self._slots if s.version == version), None)
         if slot is None:
-            held = ", ".join(map(str, self.held)) or "none"
-            raise WeightSyncFailed(f"version {version} is not held here any more (held: {held})")
+            versions = ", ".join(map(str, self.versions)) or "none"
+            raise WeightSyncFailed(
+                f"version {version} is not held here any more (held: {versions})"
+            )
         return mmap.mmap(slot.fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
     def release(self, version: Version) -> None:
@@ -124,11 +126,11 @@ class MemoryTransport:
             used = sorted(self._slots, key=lambda s: s.order)
             free = used[: len(used) - _KEPT] if len(used) > _KEPT else [self._new_slot()]
         slot = free[0]
-        if slot.file is None and self.place != "memory":  # others cannot open it any more
+        if slot.file is None and self.place != "memory":  # other processes can no longer open it
             os.close(slot.fd)
             self._slots.remove(slot)
             slot = self._new_slot()
-        slot.version = None  # from here on its bytes are of no version
+        slot.version = None  # its bytes belong to no version from now on
         return slot
 
     def _take_spare(self) -> None:
@@ -154,14 +156,14 @@ class MemoryTransport:
             )
         folder = Path(self.place)
         folder.mkdir(parents=True, exist_ok=True)
-        # The name tells the leftover check whose file it is.
+        # the leftover check reads the owner from the name
         file = folder / f"rft-weights-{os.getpid()}-{id(self):x}-{self._staged}.bin"
         fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         return _Slot(fd, str(file), file)
 
 
 def memory_is_readable() -> bool:
-    """Whether another process of this user can open our anonymous memory."""
+    """Return whether another process of this user can open this process's anonymous memory."""
     try:
         fd = os.memfd_create("rft-probe", os.MFD_CLOEXEC)
     except OSError as e:
@@ -180,16 +182,16 @@ def memory_is_readable() -> bool:
 
 
 def _anonymous(size: int = 0) -> _Slot:
-    """Memory without a name; `size` bytes of it are there at once, the rest when it is written."""
+    """Return a slot of anonymous memory; allocate `size` bytes now, the rest when written."""
     fd = os.memfd_create("rft-weights", os.MFD_CLOEXEC)
     path = f"/proc/{os.getpid()}/fd/{fd}"
     return _Slot(fd, path, None, _mapped(path, size) if size else None)
 
 
 def _mapped(path: str, size: int) -> torch.Tensor:
-    """All pages of it, so that writing asks the kernel for nothing."""
+    """Map the memory with all pages allocated, so that writes need no kernel work."""
     mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-    # an older kernel refuses, and gives each page when it is written
+    # an older kernel refuses, and allocates each page when written
     ctypes.CDLL(None).madvise(
         ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(size), _POPULATE_WRITE
     )
@@ -197,8 +199,8 @@ def _mapped(path: str, size: int) -> torch.Tensor:
 
 
 def _hidden() -> bool:
-    """Whether this process has been made unreadable for others of its account: then its part of
-    /proc is root's.
+    """Return whether other processes of this user cannot read this process: then root owns its part
+    of /proc.
     """
     return Path("/proc/self/fd").stat().st_uid != os.geteuid()
 

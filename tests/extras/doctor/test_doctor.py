@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from rft.config.inert import listed
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, SetupError
 from rft.extras.doctor import doctor_command, machine, machine_checks
@@ -21,18 +20,6 @@ from rft.extras.sandbox import code_sandbox as sandbox
 @pytest.fixture
 def lines() -> list[Line]:
     return []
-
-
-def test_keys_are_refused_or_without_effect(capsys: pytest.CaptureFixture[str]) -> None:
-    doctor_command.doctor(keys=True, as_json=True)
-    rows = json.loads(capsys.readouterr().out)
-    states = {row["key"]: row["state"] for row in rows}
-    assert len(states) == len(listed())
-    assert states["trainer.save_strategy"] == "has no effect"
-    assert states["buffer.explorer_input.tasksets[i].format.chosen_key"] == "refused"
-    doctor_command.doctor(keys=True)
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(f"{len(listed())} without meaning here")
 
 
 def test_the_level_of_the_sandbox_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +118,7 @@ def test_a_check_that_does_not_end_is_ended(tiny_model: Path, lines: list[Line])
 def test_wrong_log_probs_are_found(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rft.trainer.learner import Learner
+    from rft.trainer.loop.learner import Learner
 
     score = Learner.score
 

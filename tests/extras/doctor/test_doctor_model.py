@@ -24,8 +24,8 @@ from rft.extras.doctor import (
     model_engine,
 )
 from rft.extras.doctor.model_engine import ANSWERS, Sampled, Served
-from rft.trainer import attention
-from rft.trainer.policy import Policy
+from rft.trainer.model import attention
+from rft.trainer.model.policy import Policy
 from tests.helpers import families
 
 # what transformers says of kernels that are not installed
@@ -198,7 +198,7 @@ def test_engines_are_compared_on_what_they_sampled(
     import msgspec
 
     folder = families.make("llama", tmp_path / "model")
-    right = model_check._plain(model_check.LearnerSettings(model_path=str(folder)))
+    right = model_check._reference_model(model_check.LearnerSettings(model_path=str(folder)))
     prompt = [5, 6, 7]
     tokens = [8, 9]
     with torch.no_grad():

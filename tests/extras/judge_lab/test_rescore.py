@@ -123,7 +123,7 @@ class Rank(Reward):
 async def test_a_reward_that_breaks_and_one_that_sees_groups() -> None:
     rows = [stored(0, 0, "4", 1.0), stored(0, 1, "5", 0.0), stored(1, 0, "4", 1.0)]
     found = await score(rows, Half())
-    assert [r.new for r in found] == [0.5, None, 0.5] and found[1].why == "ValueError: five"
+    assert [r.new for r in found] == [0.5, None, 0.5] and found[1].reason == "ValueError: five"
     assert summary(found)["toy"]["unscored"] == 1.0
     assert [r.new for r in await score(rows, Rank())] == [0.0, 1.0, 0.0]
 

@@ -50,8 +50,7 @@ SMALL = (
     "trainer.ulysses_sequence_parallel_size=1",
     "trainer.param_dtype=auto",
     "trainer.enable_gradient_checkpointing=false",
-    "trainer.param_offload=false",
-    "trainer.optimizer_offload=false",
+    "trainer.offload_policy=false",
     "trainer.ref.param_offload=false",
     "monitor.monitor_type=[]",
 )

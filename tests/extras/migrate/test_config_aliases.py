@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from rft.config.load import from_dict, load
+from rft.config.load import from_dict
+from rft.config.schema.root import RunConfig
 from rft.config.schema.walk import all_keys, fields_at
-from rft.config.verify import check
 from rft.errors import ConfigError, ConfigErrors
 from rft.extras.migrate.compat.keys.verl_keys import by_path, rows
+from rft.extras.migrate.compat.keys.verl_spellings import move_trainer_config
+from rft.extras.migrate.convert.trinity import ConvertedFile, convert, convert_file
 
 GOOD = Path(__file__).parents[3] / "tests/unit/config/data/good/short.yaml"
 MODEL = {"model": {"model_path": "m", "max_prompt_tokens": 8, "max_response_tokens": 8}}
 
 
-def config(given: dict[str, Any], **trainer: Any) -> Any:
-    return from_dict({**MODEL, "trainer": {"trainer_config": given, **trainer}})
+def file(given: dict[str, Any], **trainer: Any) -> ConvertedFile:
+    return convert(deepcopy({**MODEL, "trainer": {"trainer_config": given, **trainer}}), {})
+
+
+def config(given: dict[str, Any], **trainer: Any) -> RunConfig:
+    return from_dict(file(given, **trainer).values)
 
 
 def refused(given: dict[str, Any], **trainer: Any) -> ConfigError:
@@ -60,7 +66,8 @@ def refused(given: dict[str, Any], **trainer: Any) -> ConfigError:
             "model.override_config",
             {"attention_dropout": 0.0},
         ),
-        ({"actor": {"strategy": "fsdp"}}, "trainer.trainer_strategy", "fsdp2"),
+        ({"model": {"use_remove_padding": False}}, "trainer.row_layout", "padded"),
+        ({"actor": {"fsdp_config": {"param_offload": True}}}, "trainer.offload_policy", True),
         ({"actor": {"kl_loss_type": "mse"}}, "algorithm.kl_loss_fn", "k2"),
         ({"actor": {"kl_loss_type": "k3"}}, "algorithm.kl_loss_fn", "low_var_kl"),
         (
@@ -77,16 +84,20 @@ def test_moves_to_the_native_key(given: dict[str, Any], key: str, value: Any) ->
     assert found == value
 
 
-def test_the_line_stays_and_errors_name_it(tmp_path: Path) -> None:
-    file = tmp_path / "c.yaml"
-    text = GOOD.read_text() + "trainer:\n  trainer_config:\n    actor:\n      grad_clip: {}\n"
-    file.write_text(text.replace("clip: {}", "clip: 0.5"))
+def test_changes_and_errors_name_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    text = GOOD.read_text() + "trainer:\n  trainer_config:\n    actor:\n      grad_clip: 0.5\n"
+    path.write_text(text)
     line = len(text.splitlines())
-    where = f"line {line}, as trainer.trainer_config.actor.grad_clip"
-    assert load(file).source.where(("trainer", "grad_clip")) == where
-    file.write_text(text.replace("clip: {}", "clip: -1"))
-    with pytest.raises(ConfigErrors, match=where):
-        load(file)
+    (change,) = convert_file(path).renamed
+    assert (change.key, change.text, change.line) == (
+        "trainer.trainer_config.actor.grad_clip",
+        "trainer.grad_clip",
+        line,
+    )
+    path.write_text(text.replace("grad_clip: 0.5", "grad_clap: 0.5"))
+    with pytest.raises(ConfigError, match=rf"grad_clap: unknown key.*\(line {line}\)"):
+        convert_file(path)
 
 
 def test_both_spellings() -> None:
@@ -103,19 +114,6 @@ def test_both_spellings() -> None:
     )
 
 
-def test_an_override_wins_over_the_other_spelling(tmp_path: Path) -> None:
-    file = tmp_path / "c.yaml"
-    file.write_text(GOOD.read_text() + "trainer:\n  trainer_config: {actor: {grad_clip: 0.5}}\n")
-    assert load(file, ["trainer.grad_clip=0.7"]).trainer.grad_clip == 0.7
-    assert load(file, ["trainer.trainer_config.actor.grad_clip=0.8"]).trainer.grad_clip == 0.8
-    found = load(file, ["trainer.trainer_config.actor_rollout_ref.actor.grad_clip=0.9"])
-    assert found.source.where(("trainer", "grad_clip")).startswith(
-        "override, as trainer.trainer_config"
-    )
-    with pytest.raises(ConfigError, match="two spellings of one key"):
-        load(file, ["trainer.grad_clip=0.7", "trainer.trainer_config.actor.grad_clip=0.8"])
-
-
 @pytest.mark.parametrize(
     "given",
     [
@@ -125,13 +123,11 @@ def test_an_override_wins_over_the_other_spelling(tmp_path: Path) -> None:
         {"ppo_mini_batch_size": 4},
     ],
 )
-def test_ppo_mini_batch_size_is_always_refused(given: dict[str, Any]) -> None:
-    e = refused(given)
-    assert (
-        e.key.endswith("ppo_mini_batch_size")
-        and "buffer.batch_size" in e.message
-        and "train_batch_size" in e.message
-    )
+def test_ppo_mini_batch_size_is_left_out_with_its_reason(given: dict[str, Any]) -> None:
+    """Trinity-RFT writes buffer.train_batch_size over it."""
+    moved, dropped = move_trainer_config({"trainer": {"trainer_config": given}}, lambda at: "")
+    ((place, why),) = dropped.items()
+    assert not moved and place[-1] == "ppo_mini_batch_size" and "buffer.train_batch_size" in why
 
 
 @pytest.mark.parametrize(
@@ -171,45 +167,45 @@ def test_what_has_no_plain_counterpart(given: dict[str, Any], message: str) -> N
     [
         (
             {"algorithm": {"gamma": 0.9}},
-            "algorithm.gamma is ignored: algorithm.advantage_fn_args.gamma is read",
+            "algorithm.gamma: algorithm.advantage_fn_args.gamma is read",
         ),
         (
             {"data": {"train_files": "x"}},
-            "data.train_files is ignored: buffer.explorer_input.tasksets[i].path is read",
+            "data.train_files: buffer.explorer_input.tasksets[i].path is read",
         ),
         (
             {"trainer": {"max_critic_ckpt_to_keep": 5}},
-            "max_critic_ckpt_to_keep is ignored: same count as the actor",
+            "max_critic_ckpt_to_keep: same count as the actor",
         ),
-        ({"trainer": {"whatever": 5}}, "whatever is ignored: nothing reads it"),
-        ({"actor_rollout_ref": {"hybrid_engine": True}}, "hybrid_engine is ignored: mode says"),
+        ({"trainer": {"whatever": 5}}, "whatever: nothing reads it"),
+        ({"actor_rollout_ref": {"hybrid_engine": True}}, "hybrid_engine: mode says"),
         (
             {"ref": {"fsdp_config": {"optimizer_offload": True}}},
-            "optimizer_offload is ignored: the reference model has no optimizer",
+            "optimizer_offload: the reference model has no optimizer",
         ),
         (
             {"ref": {"fsdp_config": {"offload_policy": True}}},
-            "offload_policy is ignored: follows the actor",
+            "offload_policy: follows the actor",
         ),
         (
             {"critic": {"checkpoint": {"load_contents": ["model"]}}},
-            "load_contents is ignored: actor and critic are one checkpoint",
+            "load_contents: actor and critic are one checkpoint",
         ),
         (
             {"critic": {"model": {"fsdp_config": {"reshard_after_forward": False}}}},
-            "reshard_after_forward is ignored: follows",
+            "reshard_after_forward: follows",
         ),
         (
             {"ref": {"megatron": {"a": 1, "b": {"c": 2}}}},
-            "trainer_config.ref.megatron has no effect: trainer.trainer_strategy is fsdp2",
+            "trainer_config.ref.megatron: the one trainer is FSDP2",
         ),
     ],
 )
 def test_what_trinity_does_not_read_is_ignored_with_one_line(
     given: dict[str, Any], message: str
 ) -> None:
-    (warning,) = config(given).source.warnings
-    assert message in warning
+    (change,) = file(given).dropped
+    assert message in f"{change.key}: {change.text}"
 
 
 def test_what_trinity_reads_of_other_groups_is_moved() -> None:
@@ -256,7 +252,7 @@ def test_a_whole_critic_of_older_files_is_read() -> None:
         c.trainer.critic.optimizer.lr_scheduler_type,
         c.trainer.critic.optimizer.min_lr_ratio,
     ) == ("cosine", 0.1)
-    assert c.trainer.critic.param_offload and list(c.trainer.checkpoint.save_contents) == contents
+    assert c.trainer.critic.offload_policy and list(c.trainer.checkpoint.save_contents) == contents
 
 
 def test_megatron_is_one_error() -> None:
@@ -286,24 +282,13 @@ def test_references_inside_follow_the_keys() -> None:
 
 def test_trainer_config_must_be_a_mapping() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.trainer_config: must be a mapping"):
-        from_dict({**MODEL, "trainer": {"trainer_config": [1]}})
-    assert from_dict({**MODEL, "trainer": {"trainer_config": None}}).trainer.grad_clip is None
+        convert({**MODEL, "trainer": {"trainer_config": [1]}}, {})
+    assert convert({**MODEL, "trainer": {"trainer_config": None}}, {}).values["trainer"] == {}
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
     e = refused({"actor": {"a": 1, "b": 2, "grad_clip": 1.0}})
     assert isinstance(e, ConfigErrors) and len(e.errors) == 2
-
-
-def test_what_is_ignored_is_said_once(tmp_path: Path) -> None:
-    file = tmp_path / "c.yaml"
-    given = {
-        "model": {"use_shm": True},
-        "actor": {"fsdp_config": {"forward_prefetch": True}, "optim": {"lr_warmup_init": 0.0}},
-    }
-    file.write_text(GOOD.read_text() + yaml.safe_dump({"trainer": {"trainer_config": given}}))
-    ignored = [w for w in check(file, schema_only=True).warnings if "is ignored" in w]
-    assert len(ignored) == 3 and any("trainer.trainer_config.model.use_shm" in w for w in ignored)
 
 
 def test_every_row_below_its_groups_is_decided() -> None:

@@ -1,5 +1,5 @@
-"""Files in the form that Trinity-RFT's users have: each passes `rft check`, or is refused with what
-to write instead.
+"""Files in the form that Trinity-RFT's users have: converted, each passes `rft check`, or is refused
+with what to write instead.
 """
 
 from __future__ import annotations
@@ -13,32 +13,45 @@ import pytest
 import yaml
 
 from rft.cli import check_command as command
-from rft.config.check_report import Report
 from rft.config.load import stage_names
 from rft.config.schema.source import undotted
-from rft.config.verify import check
 from rft.errors import ConfigError
 from rft.extras.migrate.compat.keys.not_offered import INSTEAD
-from rft.extras.migrate.compat.keys.trinity_spellings import IGNORED, MOVED
+from rft.extras.migrate.compat.keys.trinity_keys import DROPPED, MOVED
+from rft.extras.migrate.convert.trinity import convert_file
+from rft.extras.migrate.convert_command import trinity
+from rft.preflight.check import check
+from rft.preflight.check_report import Report
 
 FILES = {p.stem: p for p in sorted((Path(__file__).parent / "trinity_files").glob("*.yaml"))}
 
 
+OURS: dict[str, Path] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _converted_files(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("converted")
+    for name, path in FILES.items():
+        OURS[name] = folder / f"{name}.yaml"
+        trinity(path, out=OURS[name])
+
+
 def checked(name: str, *overrides: str) -> Report:
-    return check(FILES[name], overrides, schema_only=True)
+    return check(OURS[name], overrides, schema_only=True)
 
 
 @pytest.mark.parametrize("name", [n for n in FILES if n != "stages"])
-def test_a_file_is_taken_as_it_is(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_converted_file_passes_the_check(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     report = checked(name)
     assert not report.errors and report.plan is not None
     # also seats every role on the declared cluster
-    command.check([], FILES[name], schema_only=True)
+    command.check([], OURS[name], schema_only=True)
     assert "is fine" in capsys.readouterr().out
 
 
 def test_stages(capsys: pytest.CaptureFixture[str]) -> None:
-    command.check([], FILES["stages"], schema_only=True)
+    command.check([], OURS["stages"], schema_only=True)
     assert "is fine" in capsys.readouterr().out
 
 
@@ -91,7 +104,7 @@ def test_mutated_files_end_in_a_report(
     draw = random.Random(name)
     given = yaml.safe_load(FILES[name].read_text())
     foreign = [
-        *IGNORED,
+        *DROPPED,
         *MOVED,
         *INSTEAD,
         "trainer.trainer_config.trainer.x",
@@ -117,8 +130,10 @@ def test_mutated_files_end_in_a_report(
                         draw.choice(KINDS),
                     )
         path = tmp_path / f"{i}.yaml"
-        path.write_text(yaml.safe_dump(tree))
+        theirs = tmp_path / f"{i}_theirs.yaml"
+        theirs.write_text(yaml.safe_dump(tree))
         try:
+            trinity(theirs, out=path)
             stages = stage_names(path) or ("",)
         except ConfigError as e:
             assert all(x.message for x in e.errors)
@@ -148,3 +163,89 @@ def put(tree: Any, loc: tuple[str | int, ...], value: Any) -> None:
         tree = tree.setdefault(step, {})
     if isinstance(tree, dict) and isinstance(loc[-1], str):
         tree[loc[-1]] = copy.deepcopy(value)
+
+
+# ---------------------------------------------------------------- files of older releases and forks
+
+OLDER = """
+model: {model_path: m, max_prompt_tokens: 64, max_response_tokens: 64}
+algorithm: {algorithm_type: %s}
+buffer:
+  batch_size: 4
+  total_steps: 2
+  max_retry_times: 3
+  max_retry_interval: 1
+  explorer_input:
+    taskset: {name: a, path: a.jsonl}
+    eval_tasksets: []
+    default_workflow_type: math_workflow
+    system_prompt: Be brief.
+    reply_prefix: null
+  trainer_input:
+    experience_buffer:
+      name: e
+      use_priority_queue: true
+      replay_buffer_kwargs: {priority_fn: linear_decay, decay: 0.1}
+    sft_warmup_dataset: {name: sft, path: s.jsonl}
+    sft_warmup_steps: 0
+trainer: {trainer_config_path: examples/a/train.yaml, actor_grad_clip: 0.5}
+"""
+VERL_HALF = """
+data: {train_batch_size: 1024}
+actor_rollout_ref:
+  actor: {ppo_mini_batch_size: 128, use_dynamic_bsz: true, optim: {lr: 5e-7}}
+  ref: {log_prob_use_dynamic_bsz: "${actor_rollout_ref.actor.use_dynamic_bsz}"}
+custom_reward_function: {path: null, name: compute_score}
+trainer: {balance_batch: true}
+"""
+
+
+def older(tmp_path: Path, algorithm: str = "grpo") -> Path:
+    """A file of an older release, where its trainer's half lies below the same folder."""
+    path = tmp_path / "examples" / "a" / "a.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(OLDER % algorithm)
+    return path
+
+
+def test_a_file_with_its_trainers_half_is_converted(tmp_path: Path) -> None:
+    path = older(tmp_path)
+    path.with_name("train.yaml").write_text(VERL_HALF)
+    ours = tmp_path / "ours.yaml"
+    trinity(path, out=ours)
+    assert not check(ours, schema_only=True).errors
+    made = yaml.safe_load(ours.read_text())
+    assert made["algorithm"]["optimizer"]["lr"] == 5e-7
+    assert made["trainer"]["ref"]["use_dynamic_bsz"] is True
+    assert made["trainer"]["use_dynamic_bsz"] is True and made["trainer"]["grad_clip"] == 0.5
+    replay = made["buffer"]["trainer_input"]["experience_buffer"]["replay_buffer"]
+    assert replay == {
+        "enable": True,
+        "priority_fn": "linear_decay",
+        "priority_fn_args": {"decay": 0.1},
+    }
+    assert made["buffer"]["explorer_input"]["taskset"]["format"]["system_prompt"] == "Be brief."
+
+
+def test_a_missing_trainers_half_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer_config_path: given examples/a/train.yaml"):
+        trinity(older(tmp_path))
+
+
+@pytest.mark.parametrize(("algorithm", "expert"), [("mix", True), ("grpo", False)])
+def test_warm_up_rows_are_the_experts_of_a_mix(
+    tmp_path: Path, algorithm: str, expert: bool
+) -> None:
+    path = older(tmp_path, algorithm)
+    path.with_name("train.yaml").write_text(VERL_HALF)
+    trainer_input = convert_file(path).values["buffer"]["trainer_input"]
+    assert ("auxiliary_buffers" in trainer_input) is expert
+
+
+def test_a_warm_up_of_older_releases_is_refused_with_its_stage(tmp_path: Path) -> None:
+    path = older(tmp_path)
+    path.with_name("train.yaml").write_text(VERL_HALF)
+    path.write_text(path.read_text().replace("sft_warmup_steps: 0", "sft_warmup_steps: 5"))
+    ours = tmp_path / "ours.yaml"
+    trinity(path, out=ours)
+    assert any("the first of `stages`" in str(e) for e in check(ours, schema_only=True).errors)

@@ -1,4 +1,4 @@
-"""Every key that a version of Trinity-RFT accepts is read, moved, or left out with one line; what
+"""Every key that a version of Trinity-RFT accepts is read, renamed, or dropped with its reason; what
 asks for nothing is never an error.
 """
 
@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from rft.config.foreign import advice
 from rft.config.load import from_dict
 from rft.config.resolve import resolve
 from rft.config.schema.source import dotted, undotted
 from rft.config.schema.walk import all_keys
 from rft.errors import ConfigError
-from rft.extras.migrate.compat.keys.trinity_spellings import IGNORED, MOVED
+from rft.extras.migrate.compat.keys.not_offered import key_hint
+from rft.extras.migrate.compat.keys.trinity_keys import DROPPED, MOVED
+from rft.extras.migrate.convert.trinity import convert
 
 BASE: dict[str, Any] = {
     "model": {"model_path": "m", "max_prompt_tokens": 64, "max_response_tokens": 64},
@@ -52,24 +53,25 @@ def example(pattern: str) -> str:
         pattern.replace("[[]*]", "[0]")
         .replace("input.*tasksets", "input.eval_tasksets")
         .replace("explorer.*", "explorer.rollout_model")
+        .replace("output.[!p]*", "output.name")
+        .replace("buffers.*", "buffers.x")
         .replace(".*.", ".x.")
     )
 
 
-@pytest.mark.parametrize("pattern", IGNORED)
+@pytest.mark.parametrize("pattern", DROPPED)
 def test_a_key_without_meaning_is_one_warning(pattern: str) -> None:
     key = example(pattern)
     given = nested(key, {"a": 1} if key == "trainer.megatron" else 3)
-    above = undotted(key)[:-1]
-    if above and above[-1] in (0, "x"):  # what an entry of a list or mapping has to have
-        entry: Any = given
-        for step in above:
-            entry = entry[step]
-        entry |= {"model_path": "m"} if above[0] == "explorer" else {"path": "e.jsonl"}
-    source = from_dict(merged(given)).source
-    (warning,) = source.warnings
-    assert warning.startswith(f"{key} has no effect: ")
-    assert key not in all_keys() and advice(key).startswith("has no effect")
+    entry: Any = given
+    for step in undotted(key)[:-1]:
+        entry = entry[step]
+        if step in (0, "x", "output"):  # what such an entry has to have
+            entry |= {"model_path": "m"} if key.startswith("explorer") else {"path": "e.jsonl"}
+    file = convert(merged(given), {})
+    from_dict(file.values)
+    assert [(c.key, c.text) for c in file.dropped] == [(key, DROPPED[pattern])]
+    assert key not in all_keys() and key_hint(key).startswith("has no meaning here: ")
 
 
 @pytest.mark.parametrize(
@@ -83,8 +85,31 @@ def test_a_key_without_meaning_is_one_warning(pattern: str) -> None:
     ],
 )
 def test_what_is_not_offered_and_asks_for_nothing_is_one_warning(key: str, off: Any) -> None:
-    (warning,) = from_dict(merged(nested(key, off))).source.warnings
-    assert warning == f"{key} has no effect: it is off here too"
+    (change,) = convert(merged(nested(key, off)), {}).dropped
+    assert (change.key, change.text) == (key, "it is off here too")
+
+
+def test_interval_of_the_deciding_side_is_sync_interval() -> None:
+    def read(**keys: Any) -> Any:
+        return from_dict(convert(merged({"synchronizer": keys}), {}).values)
+
+    assert read(explorer_sync_interval=4, trainer_sync_interval=4).synchronizer.sync_interval == 4
+    with pytest.raises(ConfigError, match="two spellings of one"):
+        read(explorer_sync_interval=2, trainer_sync_interval=1)
+    free = read(sync_style="dynamic_by_trainer", explorer_sync_interval=2)
+    assert free.synchronizer.sync_interval == 1
+    demand = read(sync_style="explorer_driven", explorer_sync_interval=2)
+    assert demand.synchronizer.sync_interval == 2
+
+
+def test_warmup_style_is_lr_scheduler_type() -> None:
+    def optimizer(**keys: str) -> Any:
+        file = convert(merged({"algorithm": {"optimizer": keys}}), {})
+        return from_dict(file.values).algorithm.optimizer
+
+    assert optimizer(warmup_style="cosine").lr_scheduler_type == "cosine"
+    with pytest.raises(ConfigError, match=r"warmup_style: .*two spellings of one key"):
+        optimizer(warmup_style="cosine", lr_scheduler_type="wsd")
 
 
 def test_typos_stay_errors() -> None:
@@ -100,7 +125,7 @@ def test_typos_stay_errors() -> None:
 
 def test_moved_keys_keep_their_value() -> None:
     assert set(MOVED.values()) <= set(all_keys())
-    config = from_dict(
+    file = convert(
         merged(
             {
                 "algorithm": {
@@ -108,18 +133,20 @@ def test_moved_keys_keep_their_value() -> None:
                     "policy_loss_fn_args": {"loss_agg_mode": "seq-mean-token-sum"},
                 }
             }
-        )
+        ),
+        {},
     )
+    config = from_dict(file.values)
     assert (
         config.explorer.rollout_model.router_replay
         and config.algorithm.loss_agg_mode == "seq-mean-token-sum"
     )
-    assert config.algorithm.policy_loss_fn_args == {} and len(config.source.warnings) == 2
+    assert config.algorithm.policy_loss_fn_args == {} and len(file.renamed) == 2
     with pytest.raises(
         ConfigError,
         match=r"algorithm\.policy_loss_fn_args\.loss_agg_mode: .*two spellings of one key",
     ):
-        from_dict(
+        convert(
             merged(
                 {
                     "algorithm": {
@@ -127,7 +154,8 @@ def test_moved_keys_keep_their_value() -> None:
                         "policy_loss_fn_args": {"loss_agg_mode": "seq-mean-token-sum"},
                     }
                 }
-            )
+            ),
+            {},
         )
 
 
@@ -197,7 +225,7 @@ def test_who_may_sample_a_part_of_the_distribution(algorithm: dict[str, Any], ta
     assert plan(algorithm=algorithm).explorer.reproducible != taken, (
         "a workflow's own calls are held to the same"
     )
-    assert plan(algorithm=algorithm).explorer.drawn == (algorithm["algorithm_type"] == "grpo"), (
+    assert plan(algorithm=algorithm).explorer.sampled == (algorithm["algorithm_type"] == "grpo"), (
         "which reads log-probs"
     )
     if taken:
@@ -210,3 +238,31 @@ def test_who_may_sample_a_part_of_the_distribution(algorithm: dict[str, Any], ta
         "top_k",
     ]
     assert "rollout_correction with rollout_rs" in caught.value.message
+
+
+ACTOR = "${trainer.trainer_config.actor_rollout_ref.actor.ulysses_sequence_parallel_size}"
+REF = "${trainer.trainer_config.actor_rollout_ref.ref.ulysses_sequence_parallel_size}"
+
+
+@pytest.mark.parametrize(
+    ("actor", "ref", "message"),
+    [
+        (2, ACTOR, ""),
+        (REF, 2, ""),
+        (2, 4, "two spellings of one key"),
+        (ACTOR, ACTOR, ""),  # it refers to itself
+    ],
+)
+def test_a_reference_between_two_spellings_is_its_value(actor: Any, ref: Any, message: str) -> None:
+    sizes = {
+        part: {"ulysses_sequence_parallel_size": size}
+        for part, size in (("actor", actor), ("ref", ref))
+    }
+    values = merged({"trainer": {"trainer_config": {"actor_rollout_ref": sizes}}})
+    if message:
+        with pytest.raises(ConfigError, match=message):
+            convert(values, {})
+        return
+    convert(values, {})
+    written = values["trainer"]["ulysses_sequence_parallel_size"]
+    assert written == 2 or actor == ref

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from rft.cli.main import main
 from rft.config import yamlfile
-from rft.config.verify import check
 from rft.errors import ConfigError
 from rft.extras.migrate.convert import report
 from rft.extras.migrate.convert.launch import Argument, Launch, read_launch
 from rft.extras.migrate.convert.rules import KNOWN
 from rft.extras.migrate.convert.verl import convert
+from rft.preflight.check import check
 
 SCRIPT = """set -x
 data_dir=$HOME/data/gsm8k
@@ -103,6 +103,59 @@ def test_refused_arguments_stop_it(odd: Path, tmp_path: Path, capsys: Any) -> No
     text = out.read_text()
     assert "line 15: actor_rollout_ref.rollout.nn=3: unknown argument" in text and "sglang" in text
     assert not check(out, schema_only=True).errors
+
+
+def test_a_draft_has_what_is_open_as_comments_in_its_section(
+    odd: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out = tmp_path / "out.yaml"
+    assert rft(odd, "-o", out, "--draft", "--engine-num", 8) == 2
+    assert "is written" in capsys.readouterr().out
+    sections = dict(part.split(":\n", 1) for part in out.read_text().split("\n\n") if ":\n" in part)
+    assert (
+        "  # to decide: line 15: actor_rollout_ref.rollout.nn=3: unknown argument"
+        in (sections["explorer"])
+    )
+    assert "# rft check: " in out.read_text()
+
+
+def test_a_draft_leaves_out_sizes_that_do_not_fit(script: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.yaml"
+    script.write_text(SCRIPT.format(more="actor_rollout_ref.actor.ppo_mini_batch_size=300"))
+    assert rft(script, "-o", out) == 2 and not out.exists()
+    assert rft(script, "-o", out, "--draft") == 2
+    assert "ppo_mini_batch_size=300: data.train_batch_size 1024" in out.read_text()
+
+
+def test_a_draft_without_anything_open_is_the_file(script: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain.yaml"
+    drafted = tmp_path / "draft.yaml"
+    assert (rft(script, "-o", plain), rft(script, "-o", drafted, "--draft")) == (0, 0)
+    assert plain.read_text() == drafted.read_text()
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "python3 -m search_agent.train",
+        "python train_agent.py",
+        "torchrun --nproc_per_node=8 -m mine.main_mix",
+        'ray job submit -- bash -c "python -m mine.main_mix',
+    ],
+)
+def test_a_module_of_a_fork_is_read_as_verls_trainer(
+    start: str, script: Path, tmp_path: Path, capsys: Any
+) -> None:
+    end = '"' if "bash -c" in start else ""
+    text = SCRIPT.format(more="").replace("python3 -m verl.trainer.main_ppo", start)
+    script.write_text(text.replace('"$@"', end).replace('\'["console","wandb"]\'', "console"))
+    script.write_text(script.read_text().replace("\"['$data_dir/test.parquet']\"", "v.parquet"))
+    out = tmp_path / "out.yaml"
+    assert rft(script, "-o", out) == 2 and not out.exists()
+    capsys.readouterr()
+    assert rft(script, "-o", out, "--as", "main_ppo") == 0
+    assert "may differ from veRL's" in capsys.readouterr().out
+    assert yamlfile.parse(out.read_text(), "out")[0]["buffer"]["batch_size"] == 256
 
 
 def test_options(script: Path, tmp_path: Path, capsys: Any) -> None:
@@ -205,7 +258,7 @@ def test_recent_keys(tmp_path: Path) -> None:
     )
     done = convert(read_launch(path))
     taskset = done.values["buffer"]["explorer_input"]["tasksets"][0]
-    assert (taskset["reader_path"], taskset["reader_name"]) == ("my.py", "Mine")
+    assert taskset["storage_type"] == "my.py:Mine"
     assert taskset["format"]["chat_template_args"] == {"enable_thinking": False}
     (refused,) = done.refused
     assert (

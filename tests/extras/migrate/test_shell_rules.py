@@ -88,6 +88,11 @@ def test_what_depends_on_the_machine(
         ),
         ("A=x-$(git rev-parse HEAD)", "comes from what `git rev-parse` prints"),
         ("A=x_$RANDOM", "comes from $RANDOM, which differs from run to run"),
+        ("A=run_$$", "comes from $$, which differs from run to run"),
+        ("A=/tmp/$UID/x", "comes from $UID, which differs from run to run"),
+        ('A="${EUID}"', "comes from $EUID, which differs from run to run"),
+        ("A=$#", "depends on whether $1 is given"),
+        ("A=$((8 / ($# + 1)))", "depends on whether $1 is given"),
         ("A=$(basename $CKPT)", "cut from $CKPT, which the script does not set"),
         ("A=${HOME##*/}", "cut from one that the script does not tell"),
         (
@@ -205,3 +210,15 @@ def test_a_key_written_twice_stays_twice(tmp_path: Path) -> None:
     launch = read(tmp_path, f"{RUN} a=1 b=2 \\\n a=3\n")
     assert [(a.key, a.value) for a in launch.arguments] == [("a", 1), ("b", 2), ("a", 3)]
     assert "line 1: a=1 is replaced by a=3 on line 2" in launch.notes
+
+
+def test_a_learning_rate_of_the_environment_stays_there(tmp_path: Path) -> None:
+    files = "data.train_files=t.parquet data.train_batch_size=64 "
+    sizes = "actor_rollout_ref.actor.ppo_mini_batch_size=64 "
+    rate = "actor_rollout_ref.actor.optim.lr=$LR"
+    made = convert(read(tmp_path, f"{RUN}{files}{sizes}{rate}\n"))
+    assert made.values["algorithm"]["optimizer"]["lr"] == "${oc.env:LR}"
+    assert not made.questions and not made.errors
+    half_of = "${LR}e-6"
+    half = convert(read(tmp_path, f"{RUN}{files}{sizes}{rate.replace('$LR', half_of)}\n"))
+    assert half.values["algorithm"]["optimizer"]["lr"] == 1e-6 and len(half.questions) == 1

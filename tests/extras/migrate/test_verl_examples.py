@@ -9,10 +9,10 @@ import pytest
 
 from rft.config import yamlfile
 from rft.config.schema.source import dotted, leaves
-from rft.config.verify import check
 from rft.extras.migrate.convert import report
 from rft.extras.migrate.convert.launch import Argument, Launch
 from rft.extras.migrate.convert.verl import Conversion, convert
+from rft.preflight.check import check
 
 HOME = "${oc.env:HOME}"
 PPO = f"""
@@ -124,7 +124,6 @@ def values(c: Conversion) -> dict[str, Any]:
 
 T = "buffer.explorer_input.tasksets"
 E = "buffer.explorer_input.eval_tasksets"
-PASSED = "trainer.trainer_config"
 PPO_BOTH = {
     "algorithm.algorithm_type": "ppo",
     "algorithm.advantage_fn": "ppo",
@@ -175,20 +174,18 @@ PPO_BOTH = {
 }
 PPO_GUIDE = PPO_BOTH | {
     "model.enable_prompt_truncation": True,
-    f"{PASSED}.actor_rollout_ref.model.use_remove_padding": True,
-    f"{PASSED}.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 16,
-    f"{PASSED}.actor_rollout_ref.model.enable_gradient_checkpointing": True,
-    f"{PASSED}.actor_rollout_ref.actor.fsdp_config.param_offload": False,
-    f"{PASSED}.actor_rollout_ref.actor.fsdp_config.optimizer_offload": False,
-    f"{PASSED}.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 16,
-    f"{PASSED}.critic.optim.lr": 1e-5,
-    f"{PASSED}.critic.model.use_remove_padding": True,
-    f"{PASSED}.critic.optim.lr_warmup_steps_ratio": 0.05,
-    f"{PASSED}.critic.model.enable_gradient_checkpointing": True,
-    f"{PASSED}.critic.ppo_micro_batch_size_per_gpu": 32,
-    f"{PASSED}.critic.model.fsdp_config.param_offload": False,
-    f"{PASSED}.critic.model.fsdp_config.optimizer_offload": False,
-    f"{PASSED}.trainer.critic_warmup": 0,
+    "trainer.row_layout": "auto",
+    "trainer.micro_batch_size_per_gpu": 16,
+    "trainer.enable_gradient_checkpointing": True,
+    "trainer.offload_policy": False,
+    "trainer.log_prob_micro_batch_size_per_gpu": 16,
+    "trainer.critic.optimizer.lr": 1e-5,
+    "trainer.critic.row_layout": "auto",
+    "trainer.critic.optimizer.lr_warmup_steps_ratio": 0.05,
+    "trainer.critic.enable_gradient_checkpointing": True,
+    "trainer.critic.micro_batch_size_per_gpu": 32,
+    "trainer.critic.offload_policy": False,
+    "trainer.critic_warmup": 0,
     "trainer.save_interval": 20,
     "explorer.eval_interval": 5,
     **{f"{s}[{i}].format.prompt_key": "prompt" for s in (T, E) for i in (0, 1)},
@@ -198,20 +195,18 @@ PPO_GUIDE = PPO_BOTH | {
 }
 PPO_EXACT = PPO_BOTH | {
     **{f"{s}[{i}].filter_overlong_prompts": True for s in (T, E) for i in (0, 1)},
-    "trainer.use_remove_padding": True,
+    "trainer.row_layout": "auto",
     "trainer.micro_batch_size_per_gpu": 16,
     "trainer.enable_gradient_checkpointing": True,
-    "trainer.param_offload": False,
-    "trainer.optimizer_offload": False,
+    "trainer.offload_policy": False,
     "trainer.log_prob_micro_batch_size_per_gpu": 16,
     "explorer.rollout_model.engine_type": "vllm",
     "trainer.critic.optimizer.lr": 1e-5,
-    "trainer.critic.use_remove_padding": True,
+    "trainer.critic.row_layout": "auto",
     "trainer.critic.optimizer.lr_warmup_steps_ratio": 0.05,
     "trainer.critic.enable_gradient_checkpointing": True,
     "trainer.critic.micro_batch_size_per_gpu": 32,
-    "trainer.critic.param_offload": False,
-    "trainer.critic.optimizer_offload": False,
+    "trainer.critic.offload_policy": False,
     "explorer.auxiliary_models[0].task": "score",
     **{f"{T}[{i}].default_reward_fn_type": "reward_model" for i in (0, 1)},
     "trainer.critic_warmup": 0,
@@ -281,12 +276,11 @@ GRPO_BOTH = {
 }
 GRPO_GUIDE = GRPO_BOTH | {
     "model.enable_prompt_truncation": True,
-    f"{PASSED}.actor_rollout_ref.model.use_remove_padding": True,
-    f"{PASSED}.actor_rollout_ref.model.enable_gradient_checkpointing": True,
-    f"{PASSED}.actor_rollout_ref.actor.fsdp_config.param_offload": False,
-    f"{PASSED}.actor_rollout_ref.actor.fsdp_config.optimizer_offload": False,
-    f"{PASSED}.actor_rollout_ref.ref.fsdp_config.param_offload": True,
-    f"{PASSED}.trainer.critic_warmup": 0,
+    "trainer.row_layout": "auto",
+    "trainer.enable_gradient_checkpointing": True,
+    "trainer.offload_policy": False,
+    "trainer.ref.param_offload": True,
+    "trainer.critic_warmup": 0,
     "trainer.save_interval": 20,
     "explorer.eval_interval": 5,
     **{f"{s}[0].format.prompt_key": "prompt" for s in (T, E)},
@@ -297,10 +291,9 @@ GRPO_GUIDE = GRPO_BOTH | {
 GRPO_EXACT = GRPO_BOTH | {
     **{f"{s}[0].filter_overlong_prompts": True for s in (T, E)},
     **{f"{s}[0].format.preset": "verl" for s in (T, E)},
-    "trainer.use_remove_padding": True,
+    "trainer.row_layout": "auto",
     "trainer.enable_gradient_checkpointing": True,
-    "trainer.param_offload": False,
-    "trainer.optimizer_offload": False,
+    "trainer.offload_policy": False,
     "trainer.ref.param_offload": True,
     "explorer.rollout_model.engine_type": "vllm",
     "trainer.save_interval": 80,
@@ -322,7 +315,6 @@ ABSENT = {  # beginnings of keys
     ),
     ("ppo", "exact"): (
         "trainer.max_token_len_per_gpu",
-        PASSED,
         "algorithm.kl_loss_fn_args",
         f"{T}[0].rollout_args",
     ),
@@ -330,12 +322,11 @@ ABSENT = {  # beginnings of keys
         "explorer.eval_on_startup",
         f"{T}[0].rollout_args",
         f"{E}[0].rollout_args",
-        "trainer.critic",
+        "trainer.critic.",
     ),
     ("grpo", "exact"): (
         "explorer.eval_on_startup",
         "trainer.critic",
-        PASSED,
         "model.critic_model_path",
     ),
 }

@@ -10,6 +10,7 @@ import pytest
 from rft.cli.main import main
 from rft.errors import ConfigError
 from rft.extras.migrate.convert.launch import read_launch
+from rft.extras.migrate.convert.names import KL
 from rft.extras.migrate.convert.verl import Conversion, convert
 from tests.extras.migrate.test_verl_vectors import SHARED, A, R, found, made, outcome
 
@@ -117,6 +118,33 @@ def test_a_function_beside_a_reward_model_is_a_question() -> None:
             (f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold=2"),
             f"{CORRECTION}.rollout_rs_threshold",
             2.0,
+        ),
+        (
+            (
+                f"{CORRECTION}.rollout_rs='token_k1,seq_max_k2'",
+                f"{CORRECTION}.rollout_rs_threshold='0.5_2.0,0.1'",
+            ),
+            f"{CORRECTION}.rollout_rs_threshold",
+            "0.5_2.0,0.1",
+        ),
+        (
+            ("algorithm.adv_estimator=gdpo", 'algorithm.gdpo_reward_keys=["accuracy","format"]'),
+            "algorithm.advantage_fn_args.weights.accuracy",
+            1.0,
+        ),
+        (
+            (
+                "algorithm.adv_estimator=gdpo",
+                "algorithm.gdpo_reward_keys=[accuracy,format]",
+                "algorithm.gdpo_reward_weights=[1.0,0.5]",
+            ),
+            "algorithm.advantage_fn_args.weights.format",
+            0.5,
+        ),
+        (
+            ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[accuracy]"),
+            "algorithm.algorithm_type",
+            "gdpo",
         ),
         (
             (f"{A}.loss_mode=clip_cov", f"{A}.clip_cov_ratio=0.1"),
@@ -257,7 +285,7 @@ def trainer(tmp_path: Path, *arguments: str) -> Conversion:
             ),
             {
                 "trainer.ulysses_sequence_parallel_size": 2,
-                "trainer.param_offload": True,
+                "trainer.offload_policy": True,
                 "trainer.param_dtype": "bfloat16",
             },
         ),
@@ -332,7 +360,7 @@ def test_the_critic_s_engine_stands_at_the_critic() -> None:
     )
     c = made(*SHARED, *given)
     assert (
-        found(c)["trainer.critic.param_offload"] is True
+        found(c)["trainer.critic.offload_policy"] is True
         and found(c)["trainer.ulysses_sequence_parallel_size"] == 2
     )
     assert not c.refused and not c.errors, (c.refused, c.errors)
@@ -366,7 +394,6 @@ def test_a_loss_is_not_given_arguments_that_it_does_not_read() -> None:
     ("argument", "says"),
     [
         (f"{CORRECTION}.rollout_token_veto_threshold=1e-4", "older veRL"),
-        (f"{CORRECTION}.rollout_rs=token_k1,seq_max_k2", "choose one of token_k1,seq_max_k2"),
         (f"{R}.agent.agent_loop_config_path=loop.yaml", "rft new workflow"),
         (f"{R}.multi_turn.interaction_config_path=i.yaml", "rft new env"),
         (f"{R}.name=sglang", "--set explorer.rollout_model.engine_type=vllm"),
@@ -616,3 +643,99 @@ def test_a_file_of_tools_is_not_dropped_because_a_switch_stands_elsewhere(
         for n in ("tool_config_path", "max_assistant_turns")
     ]
     assert args == (["tools.yaml", 4] if workflow == "tool_workflow" else [None, None])
+
+
+AGG_MODES = """token-mean token-sum seq-mean-token-sum seq-mean-token-sum-norm
+seq-mean-token-mean""".split()
+LOSSES = {  # registered in veRL 1dda039b, verl/trainer/ppo/core_algos.py, and what each becomes
+    "vanilla": "ppo",
+    "dppo_tv": "dppo_tv",
+    "dppo_kl": "dppo_kl",
+    "gspo": "gspo",
+    "sapo": "sapo",
+    "gpg": "gpg",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+    "geo_mean": "geo_mean",
+    "dro": "dro",
+    "cispo": "cispo",
+    "bypass_mode": "ppo",
+}
+
+
+@pytest.mark.parametrize(("name", "becomes"), LOSSES.items())
+def test_every_loss_of_verl_has_a_name_here(name: str, becomes: str) -> None:
+    c = made(*SHARED, f"{A}.policy_loss.loss_mode={name}")
+    assert c.values["algorithm"]["policy_loss_fn"] == becomes
+    assert not c.refused and not c.errors and not c.questions
+
+
+ESTIMATORS = {  # the enumeration AdvantageEstimator of that file
+    "gae": "ppo",
+    "grpo": "grpo",
+    "reinforce_plus_plus": "reinforceplusplus",
+    "reinforce_plus_plus_baseline": "reinforceplusplus_baseline",
+    "remax": "remax",
+    "rloo": "rloo",
+    "opo": "opo",
+    "grpo_passk": "grpo_passk",
+    "gpg": "gpg",
+    "rloo_vectorized": "rloo",
+    "grpo_vectorized": "grpo",
+    "optimal_token_baseline": "optimal_token_baseline",
+    "tir_optimal_token_baseline": "optimal_token_baseline",
+    "gdpo": "gdpo",
+}
+
+
+@pytest.mark.parametrize(("name", "becomes"), ESTIMATORS.items())
+def test_every_estimator_of_verl_has_a_name_here(name: str, becomes: str) -> None:
+    parts = ("algorithm.gdpo_reward_keys=[accuracy,format]",) if name == "gdpo" else ()
+    c = made(*SHARED, f"algorithm.adv_estimator={name}", f"{R}.n=4", *parts)
+    assert c.values["algorithm"]["advantage_fn"] == becomes
+    assert not c.refused and not c.errors and not c.questions
+
+
+@pytest.mark.parametrize("name", AGG_MODES)
+def test_every_aggregation_of_verl_has_its_name_here(name: str) -> None:
+    c = made(*SHARED, "algorithm.adv_estimator=grpo", f"{A}.loss_agg_mode={name}", f"{R}.n=4")
+    assert c.values["algorithm"]["loss_agg_mode"] == name
+    assert not c.refused and not c.errors and not c.questions
+
+
+KLS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")  # of kl_penalty; "full" is not written
+
+
+@pytest.mark.parametrize("plus", ["", "+"])
+@pytest.mark.parametrize("base", KLS)
+def test_every_kl_of_verl_has_a_name_here(base: str, plus: str) -> None:
+    loss = (f"{A}.use_kl_loss=True", f"{A}.kl_loss_coef=0.01", f"{A}.kl_loss_type={base}{plus}")
+    c = made(*SHARED, "algorithm.adv_estimator=grpo", *loss, f"{R}.n=4")
+    assert c.values["algorithm"]["kl_loss_fn"] == KL[base] + plus
+    assert not c.refused and not c.errors and not c.questions
+
+
+def test_arguments_of_the_losses_of_2026() -> None:
+    """clip_ratio is DPPO's threshold of divergence in veRL, too."""
+    dppo = made(*SHARED, f"{A}.policy_loss.loss_mode=dppo_kl", f"{A}.clip_ratio=0.05")
+    assert dppo.values["algorithm"]["policy_loss_fn_args"] == {
+        "clip_range_low": 0.05,
+        "clip_range_high": 0.05,
+        "clip_ratio_c": 3.0,
+    }
+    dro = made(*SHARED, f"{A}.policy_loss.loss_mode=dro", f"{A}.policy_loss.dro_beta=0.5")
+    assert dro.values["algorithm"]["policy_loss_fn_args"] == {"dro_beta": 0.5}
+    assert not dro.refused and not dppo.refused
+
+
+def test_icepop_bounds_and_token_sum() -> None:
+    c = made(
+        *SHARED,
+        f"{CORRECTION}.rollout_is=token",
+        f"{CORRECTION}.rollout_is_threshold=0.5_5.0",
+        f"{A}.loss_agg_mode=token-sum",
+    )
+    algorithm = c.values["algorithm"]
+    assert algorithm["rollout_correction"]["rollout_is_threshold"] == "0.5_5.0"
+    assert algorithm["loss_agg_mode"] == "token-sum"
+    assert not c.refused and not c.errors and not c.questions

@@ -62,11 +62,24 @@ def test_batch_arithmetic(batch: int, mini: int, n: int, expected: tuple[int, in
 
 @pytest.mark.parametrize(
     ("batch", "mini", "text"),
-    [(1024, 300, "300 does not divide 1024"), (256, 512, "larger than the batch")],
+    [(1024, 300, "300 does not divide 1024"), (128, None, "larger than the batch")],
 )
-def test_batches_that_do_not_fit_are_errors(batch: int, mini: int, text: str) -> None:
+def test_batches_that_do_not_fit_are_errors(batch: int, mini: int | None, text: str) -> None:
+    written = [] if mini is None else [f"{A}.ppo_mini_batch_size={mini}"]
     with pytest.raises(ConfigError, match=text):
-        made(f"data.train_batch_size={batch}", f"{A}.ppo_mini_batch_size={mini}")
+        made(f"data.train_batch_size={batch}", *written)
+
+
+def test_a_written_mini_batch_above_the_batch_is_the_batch() -> None:
+    """256 of 512: one step of 256 prompts, whose gradient was divided by 512."""
+    done = made("data.train_batch_size=256", f"{A}.ppo_mini_batch_size=512", f"{R}.n=4")
+    v = found(done)
+    assert v["buffer.batch_size"] == 256
+    assert v["buffer.train_batch_size"] == 1024
+    assert v["synchronizer.sync_interval"] == 1
+    (question,) = [q for q in done.questions if "ppo_mini_batch_size" in q]
+    assert "512 is larger than data.train_batch_size 256" in question
+    assert "divided by 512, 0.5 of the one here" in question
 
 
 SHARED = (
@@ -156,7 +169,9 @@ def test_asynchronous_recipe() -> None:
     assert (
         v["synchronizer.staleness_threshold"] == 0.5 and v["synchronizer.partial_rollout"] is True
     )
-    assert v["algorithm.bypass_old_logprobs"] is True and v["synchronizer.bucket_size_mb"] == 2048
+    assert (
+        v["algorithm.bypass_old_logprobs"] is True and v["synchronizer.nccl.bucket_size_mb"] == 2048
+    )
     assert (
         v["cluster.node_num"],
         v["cluster.gpu_per_node"],
@@ -270,10 +285,11 @@ def test_clip_range(arguments: tuple[str, ...], low: float, high: float, warned:
         ("trainer.remove_previous_ckpt_in_save=True", "trainer.max_checkpoints_to_keep", 1),
         (f"{R}.name=hf", "explorer.rollout_model.engine_type", "transformers"),
         (f"{R}.do_sample=False", "model.temperature", 0),
-        (f"{A}.strategy=fsdp", "trainer.trainer_strategy", "fsdp2"),
+        ("actor_rollout_ref.model.use_remove_padding=False", "trainer.row_layout", "padded"),
+        (f"{A}.fsdp_config.param_offload=True", "trainer.offload_policy", True),
         (f"{A}.optim.min_lr=1e-7", "algorithm.optimizer.min_lr_ratio", pytest.approx(0.1)),
         ("data.shuffle=False", f"{T}.data_selector.selector_type", "sequential"),
-        ("data.train_max_samples=100", f"{T}.max_samples", 100),
+        ("data.train_max_samples=100", f"{T}.max_rows", 100),
         ("+data.seed=7", f"{T}.data_selector.seed", 7),
         ("data.response_key=gold", f"{T}.format.response_key", "gold"),
         (f"{A}.policy_loss.loss_mode=gspo", "algorithm.policy_loss_fn", "gspo"),
@@ -426,8 +442,10 @@ def test_an_entropy_of_early_verl_is_asked_about(arguments: tuple[str, ...], ask
     ppo_trainer.yaml.
     """
     c = made(*arguments)
-    assert len([q for q in c.questions if "entropy_coeff=0.001" in q]) == asks
-    assert found(c)["algorithm.entropy_loss_fn_args.entropy_coef"] == 0
+    asked = [q for q in c.questions if "entropy_coeff=0.001" in q]
+    told = any("its defaults are taken" in q for q in asked)
+    assert len(asked) == asks
+    assert found(c)["algorithm.entropy_loss_fn_args.entropy_coef"] == (0.001 if told else 0)
 
 
 def test_evaluation_does_not_take_over_the_sampling_of_training() -> None:
@@ -441,7 +459,7 @@ def test_evaluation_does_not_take_over_the_sampling_of_training() -> None:
         ("gspo", {"clip_range_low": 0.2, "clip_range_high": 0.2}),
         ("cispo", {"clip_range_low": 0.2, "clip_range_high": 0.2}),
         ("kl_cov", {"ppo_kl_coef": 0.1}),
-        ("mine", {}),
+        ("mine", {"clip_ratio_c": 3.0}),
     ],
 )
 def test_losses_have_the_numbers_of_verls_file_where_none_are_stated(
@@ -774,7 +792,7 @@ def test_resolved_yaml_leaves_out_what_is_our_default() -> None:
     )
     assert not c.refused
     assert outcome(c, f"{A}.fsdp_config.param_offload")[0] == "equal"
-    assert "trainer.param_offload" not in found(c)
+    assert "trainer.offload_policy" not in found(c)
     assert found(c)["algorithm.optimizer.min_lr_ratio"] == 0.0
     assert {outcome(c, k)[0] for k in (f"{A}.ppo_micro_batch_size", "trainer.something_new")} == {
         "ignored"

@@ -68,7 +68,7 @@ async def test_each_solution_passes_and_an_empty_one_does_not(tasks: list[Task])
         )
         group = await run_group(
             four,
-            Recipes().of(four),
+            Recipes().find(four),
             engine,
             GroupId(1, 0, 1, task.index),
             limits=RunLimits(max_timeout_s=60.0),

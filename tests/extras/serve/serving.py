@@ -15,11 +15,11 @@ import httpx
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings, PipelineSettings
 from rft.engine.scripted import ScriptedEngine
-from rft.explorer.service_settings import ServeSettings
+from rft.explorer.service_settings import ServeConfig, ServeRuntime
 from rft.extras.serve.access import ENVIRONMENT
 from rft.extras.serve.live_session import LiveSession
 from rft.extras.serve.service import Service
-from rft.trainer.manifest import Manifest
+from rft.trainer.checkpoint.manifest import Manifest
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
 from rft.types.ports import Assignment
@@ -153,6 +153,7 @@ async def started(
     """A service that listens; the buffer of `folder` goes on, from the checkpoint `found` where
     there is one.
     """
+    keys = {k: settings.pop(k) for k in ServeConfig.model_fields.keys() & settings.keys()}
     buffer = Buffer(BufferSettings(folder=folder / "buffer", resume_rows="keep"))
     await buffer.open()
     begun = await buffer.start_lineage(
@@ -163,7 +164,7 @@ async def started(
     gate = OpenGate(begun.cursor)
     sink = Sink()
     service = Service(
-        ServeSettings(**{"port": 0, "batch_size": 1, **settings}),
+        ServeRuntime(**{"port": 0, "batch_size": 1, "config": ServeConfig(**keys), **settings}),
         PipelineSettings(),
         model=engine,
         buffer=buffer.writer(lineage),  # type: ignore[arg-type]  # it has the store's methods, too

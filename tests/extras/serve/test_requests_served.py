@@ -12,7 +12,7 @@ import pytest
 from rft.engine.pool import EnginePool
 from rft.engine.scripted import ScriptedEngine
 from rft.errors import SetupError
-from rft.explorer.service_settings import LimitSettings, ServeSettings
+from rft.explorer.service_settings import ServeConfig, ServeRuntime
 from rft.extras.serve.access import ENVIRONMENT, clients, line_of
 from rft.extras.serve.client import AsyncClient
 from rft.launch.execute import execute
@@ -172,7 +172,7 @@ async def test_a_key_reaches_nothing_of_others(tmp_path, monkeypatch):
     file.write_text(f"# two\n{line_of('other', 'other-client-0123456789')}\n")
     engine = ScriptedEngine(answer=lambda m: "a")
     async with (
-        serving(tmp_path, monkeypatch, engine, num_runs=2, clients_file=file) as served,
+        serving(tmp_path, monkeypatch, engine, num_runs=2, clients_file=str(file)) as served,
         served.http() as http,
     ):
         mine, theirs = await served.open(task_id="t"), await served.open(task_id="t")
@@ -212,8 +212,8 @@ async def test_keys_are_stored_as_hashes_alone(tmp_path, monkeypatch):
 
 async def test_limits_answer_429_and_say_when_to_come_back(tmp_path, monkeypatch):
     engine = ScriptedEngine(answer=lambda m: "a")
-    limits = LimitSettings(requests_per_minute=3, max_concurrent=2, max_sessions=2)
-    async with serving(tmp_path, monkeypatch, engine, limits=limits) as served:
+    limits = {"requests_per_minute": 3, "max_concurrent": 2, "max_sessions": 2}
+    async with serving(tmp_path, monkeypatch, engine, **limits) as served:
         session = await served.open()
         other = await served.open()
         refused = await served.client.post(OPEN, json={})
@@ -238,9 +238,7 @@ async def test_limits_answer_429_and_say_when_to_come_back(tmp_path, monkeypatch
             "the client's three are used up"
         )
         assert 1 <= int(spent.headers["Retry-After"]) <= 20
-    async with serving(
-        tmp_path / "2", monkeypatch, engine, limits=LimitSettings(tokens_per_minute=10)
-    ) as served:
+    async with serving(tmp_path / "2", monkeypatch, engine, tokens_per_minute=10) as served:
         session = await served.open()
         assert [(await served.ask(session)).status_code for _ in range(2)] == [200, 429], (
             "the first answer cost more than ten tokens"
@@ -285,9 +283,7 @@ async def test_a_body_with_a_key_twice_is_refused(tmp_path, monkeypatch, address
 
 
 async def test_what_a_limit_refuses_leaves_nothing_behind(tmp_path, monkeypatch):
-    async with serving(
-        tmp_path, monkeypatch, limits=LimitSettings(requests_per_minute=2)
-    ) as served:
+    async with serving(tmp_path, monkeypatch, requests_per_minute=2) as served:
         gateway = served.service.gateway
         session = await served.open()
         (quota,) = gateway.quotas.values()
@@ -415,7 +411,8 @@ def test_without_a_good_key_nothing_starts(tmp_path, monkeypatch, environment, l
     if lines not in (None, "absent"):
         file.write_text(lines)
     with pytest.raises(SetupError, match=told):
-        clients(ServeSettings(clients_file=file, batch_size=1))
+        config = ServeConfig(clients_file=None if file is None else str(file))
+        clients(ServeRuntime(config=config, batch_size=1))
 
 
 @pytest.mark.parametrize(

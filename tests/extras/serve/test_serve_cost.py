@@ -10,7 +10,7 @@ import pytest
 from tests.extras.serve.serving import HI, serving
 from tests.helpers.counted import Counted
 
-GROUPED = {"num_runs": 8, "group_deadline_s": 1000.0}
+GROUPED = {"num_runs": 8, "group_deadline": 1000.0}
 
 
 async def fewest(play: Callable[[], Awaitable[Any]], times: int = 3) -> int:

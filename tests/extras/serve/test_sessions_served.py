@@ -16,7 +16,7 @@ import pytest
 
 from rft.engine.scripted import ScriptedEngine
 from rft.errors import DiskFull, EngineFailed, RunFailed
-from rft.explorer.service_settings import LimitSettings
+from rft.explorer.service_settings import ServeConfig
 from rft.types.block import decode
 from rft.types.completion import Score
 from rft.types.ids import Version
@@ -166,14 +166,14 @@ async def test_an_answer_that_is_stored_counts_also_when_its_client_has_gone(tmp
         await asyncio.gather(asking, return_exceptions=True)
         await gone.wait()
         engine.release()
-        await served.service.book.sessions[session["id"]]._retries["k"].answer
+        await served.service.book.sessions[session["id"]]._retries["k"][1]
         spent = gateway.values()
         assert spent["serve/calls"] == 1 and spent["serve/completion_tokens"] > 0
         left = [
-            q._tokens.left
+            q._tokens.units
             for q in (gateway.quotas["environment"], gateway._of_sessions[session["id"]])
         ]
-        assert max(left) < LimitSettings.tokens_per_minute
+        assert max(left) < ServeConfig().tokens_per_minute
         assert (
             await served.ask(session, retry_key="k")
         ).status_code == 200 and gateway.values() == spent
@@ -392,7 +392,7 @@ async def test_two_rewards_at_once_complete_a_session_once(tmp_path, monkeypatch
 
 
 async def test_every_session_ends_with_its_reason(tmp_path, monkeypatch):
-    async with serving(tmp_path, monkeypatch, num_runs=3, group_deadline_s=1000) as served:
+    async with serving(tmp_path, monkeypatch, num_runs=3, group_deadline=1000) as served:
         book = served.service.book
         now = book.clock()
         late = await served.open(task_id="t", ttl=500)
@@ -422,7 +422,7 @@ async def test_every_session_ends_with_its_reason(tmp_path, monkeypatch):
 async def test_an_overdue_session_ends_although_another_is_withdrawn_just_then(
     tmp_path, monkeypatch
 ):
-    async with serving(tmp_path, monkeypatch, num_runs=2, group_deadline_s=10_000) as served:
+    async with serving(tmp_path, monkeypatch, num_runs=2, group_deadline=10_000) as served:
         book = served.service.book
         store = book._store.note
         now = book.clock()
@@ -451,7 +451,7 @@ async def test_an_overdue_session_ends_although_another_is_withdrawn_just_then(
 
 
 async def test_a_reward_that_is_stored_as_its_sessions_time_ends_counts(tmp_path, monkeypatch):
-    async with serving(tmp_path, monkeypatch, num_runs=2, group_deadline_s=10_000) as served:
+    async with serving(tmp_path, monkeypatch, num_runs=2, group_deadline=10_000) as served:
         book = served.service.book
         store = book._store.note
         now = book.clock()
@@ -494,7 +494,7 @@ async def test_weights_that_failed_their_canary_are_not_trained(tmp_path, monkey
 
 
 async def test_trinitys_client_gives_feedback_and_commits(tmp_path, monkeypatch):
-    async with serving(tmp_path, monkeypatch, **RATIO, group_deadline_s=1000) as served:
+    async with serving(tmp_path, monkeypatch, **RATIO, group_deadline=1000) as served:
         async with openai.AsyncOpenAI(base_url=f"{served.address}/v1", api_key=KEY) as client:
             ids = [
                 (await client.chat.completions.create(model="m", messages=HI)).id for _ in range(3)
@@ -545,7 +545,7 @@ async def test_answers_of_no_task_are_not_compared_with_each_other(tmp_path, mon
 
 
 async def test_commit_closes_what_can_be_trained(tmp_path, monkeypatch):
-    async with serving(tmp_path, monkeypatch, num_runs=8, group_deadline_s=1000) as served:
+    async with serving(tmp_path, monkeypatch, num_runs=8, group_deadline=1000) as served:
         for reward in (0.0, 1.0):
             await served.played(reward, task_id="t")
         await served.played(1.0, task_id="alone")
@@ -590,7 +590,7 @@ async def test_a_deadline_that_passes_on_a_full_disk_waits_for_room(
 ):
     """The service ended."""
     monkeypatch.setattr("rft.extras.serve.book._DISK_RETRY_S", 0.01)
-    async with serving(tmp_path, monkeypatch, num_runs=2, group_deadline_s=1000) as served:
+    async with serving(tmp_path, monkeypatch, num_runs=2, group_deadline=1000) as served:
         book = served.service.book
         tried = asyncio.Event()
         now = book.clock()

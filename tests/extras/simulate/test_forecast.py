@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from rft.cli.main import make
 from rft.config.plan import Plan
-from rft.config.verify import check
 from rft.errors import ConfigError
 from rft.extras.simulate import cluster_file, forecast
 from rft.extras.simulate.cluster_file import ClusterFile, decode_steps
 from rft.extras.simulate.forecast import Simulated, simulated
+from rft.preflight.check import check
 from rft.sync.schedule import Schedule
 from rft.sync.timeline import simulate
 from rft.types.metrics import MetricRecord
@@ -236,8 +236,9 @@ def test_the_examples_are_foretold(gpus: int) -> None:
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODEL_PATH", str(CLUSTERS / "model"))
 
-    def run(cluster: Path) -> Any:
+    def run(cluster: Path, *overrides: str) -> Any:
         line = ["simulate", str(cluster), "--config", str(CLUSTERS / "config.yaml"), "--json"]
+        line += overrides
         done = CliRunner().invoke(make("simulate"), line, catch_exceptions=False)
         return json.loads(done.output)
 
@@ -245,5 +246,10 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert forecast["step_s"] > 0 and forecast["faster"][0]["max_staleness"] == 0
     errors = run(CLUSTERS / "64-gpus.yaml")["errors"]
     assert "whole nodes" in errors[0]["message"], "63 ranks are no whole nodes"
+    small = tmp_path / "small.yaml"
+    text = (CLUSTERS / "64-gpus.yaml").read_text()
+    small.write_text(text.replace("gpu_memory_gib: 80", "gpu_memory_gib: 1"))
+    errors = run(small, "explorer.rollout_model.engine_num=32")["errors"]
+    assert any("GiB" in e["message"] for e in errors), "the file says how large its GPUs are"
     with pytest.raises(ConfigError, match="CLUSTER"):
         run(tmp_path / "none.yaml")

@@ -114,7 +114,17 @@ async def test_a_page_shows_what_sql_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [["gpt"], {"name": "gpt"}, "gpt", [{"question": "gpt"}], [{"reply": ["gpt"]}]], ids=str
+    "said",
+    [
+        ["gpt"],
+        {"name": "gpt"},
+        "gpt",
+        [{"question": "gpt"}],
+        [{"reply": ["gpt"]}],
+        [{"question": "gpt", "reply": "x"}],
+        [{"question": ["gpt"], "reply": "x"}],
+    ],
+    ids=str,
 )
 async def test_what_others_call_judge_is_shown_as_it_is(tmp_path: Path, said: object) -> None:
     """Metadata of a session and `info` of a workflow may have any name."""

@@ -73,7 +73,7 @@ def test_a_file_that_was_begun_anew_is_read_from_its_begin(tmp_path: Path) -> No
     (tmp_path / "new").write_text(line("trainer", 1, b=5.0))
     os.replace(tmp_path / "new", file)
     curves.refresh()
-    assert set(curves.found) == {"b"}
+    assert set(curves.series) == {"b"}
     assert curves.num_records == 1
 
 
@@ -147,7 +147,7 @@ def test_a_name_of_two_roles_is_two_curves(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(line("explorer", 1, x=1.0) + line("trainer", 1, x=2.0))
     curves = Curves(tmp_path)
     curves.refresh()
-    assert {n: c.values[0] for n, c in curves.found.items()} == {"x": 1.0, "x@trainer": 2.0}
+    assert {n: c.values[0] for n, c in curves.series.items()} == {"x": 1.0, "x@trainer": 2.0}
 
 
 def test_costs_of_all_processes_are_added(tmp_path: Path) -> None:
@@ -378,23 +378,37 @@ async def test_runs_are_found_with_their_stages(tmp_path: Path) -> None:
     assert unread == [4, 0, 0]
     assert runs.path("..") is None
     assert runs.path("a~b~one") == tmp_path / "a" / "b" / "one"
-    assert [p.name for p in FoundRuns(tmp_path / "two").found.values()] == []  # not looked for yet
+    assert [p.name for p in FoundRuns(tmp_path / "two").paths.values()] == []  # not looked for yet
     assert FoundRuns(tmp_path / "two").path("two") == tmp_path / "two"
 
 
 def test_configurations_are_compared_key_by_key(tmp_path: Path) -> None:
     for name, tree in (
-        ("a", {"x": {"y": 1}, "l": [1, 2], "s": [{"n": 1}]}),
-        ("b", {"x": {"y": 2}, "l": [1, 2], "s": [{"n": 1}, {"n": 2}]}),
+        (
+            "a",
+            {
+                "trainer": {"total_steps": 1},
+                "plugin_dirs": ["p", "q"],
+                "buffer": {"explorer_input": {"tasksets": [{"max_rows": 1}]}},
+            },
+        ),
+        (
+            "b",
+            {
+                "trainer": {"total_steps": 2},
+                "plugin_dirs": ["p", "q"],
+                "buffer": {"explorer_input": {"tasksets": [{"max_rows": 1}, {"max_rows": 2}]}},
+            },
+        ),
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"tree": tree}))
     (tmp_path / "c").mkdir()
     assert differences([tmp_path / "a", tmp_path / "b"]) == {
-        "x.y": ["1", "2"],
-        "s[1].n": ["default", "2"],
+        "trainer.total_steps": ["1", "2"],
+        "buffer.explorer_input.tasksets[1].max_rows": ["default", "2"],
     }
-    assert differences([tmp_path / "a", tmp_path / "c"])["l"] == ["[1, 2]", "default"]
+    assert differences([tmp_path / "a", tmp_path / "c"])["plugin_dirs"] == ['["p", "q"]', "default"]
 
 
 def test_the_command_refuses_what_is_no_run(tmp_path: Path) -> None:

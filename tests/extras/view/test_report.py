@@ -16,6 +16,7 @@ from contextlib import closing
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,9 +28,17 @@ from rft.buffer.query import open_run as query_run
 from rft.buffer.settings import BufferSettings
 from rft.cli import status_command
 from rft.errors import ConfigError
-from rft.extras.view.report.comparison import compared
-from rft.extras.view.report.facts import RunSummary, _cost, _subject, collect, eval_points, interval
-from rft.extras.view.report.page import MAX_BYTES, page
+from rft.extras.view.report_comparison import compared, differences
+from rft.extras.view.report_facts import (
+    EvalPoint,
+    RunSummary,
+    _cost,
+    _subject,
+    collect,
+    eval_points,
+    interval,
+)
+from rft.extras.view.report_page import MAX_BYTES, page
 from rft.monitor import read as monitor_read
 from rft.monitor.pictures import picture
 from rft.monitor.read import read
@@ -212,8 +221,8 @@ async def test_answers_are_found_in_two_readings_of_the_ledger(
     opened = Questions.open
     ticks = Counter[str]()
 
-    def counted(questions: Questions) -> None:
-        opened(questions)
+    def counted(questions: Questions, **limits: Any) -> None:
+        opened(questions, **limits)
         questions._raw.set_progress_handler(lambda: ticks.update(n=1), 10)
 
     monkeypatch.setattr(Questions, "open", counted)
@@ -552,3 +561,24 @@ def test_what_an_attempt_without_a_checkpoint_reached_is_not_told_of_the_next_on
     ]
     facts = collect(rft.open_run(write(tmp_path / "run", records)), answers=False)
     assert facts.steps == 1 and [p.step for p in facts.evals] == [0]
+
+
+def test_two_evaluations_are_compared_task_by_task(tmp_path: Path) -> None:
+    """Differences 0.5, 0.25, 0 of three common tasks: mean 0.25, sd 0.25, 1.96 x 0.25 / sqrt(3) =
+    0.283.
+    """
+    runs = {}
+    for name, means in (("a", (0.0, 0.5, 1.0, 1.0)), ("b", (0.5, 0.75, 1.0))):
+        rows = [
+            {"task": task, "run": run, "reward": mean + shift}
+            for task, mean in enumerate(means)
+            for run, shift in ((0, 0.25), (1, -0.25))
+        ]
+        rows.append({"task": 0, "run": 2, "reward": None})
+        folder = tmp_path / name / "samples"
+        folder.mkdir(parents=True)
+        (folder / "eval_sums_10.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        point = EvalPoint("eval/sums/mean@2", 10, 0.0, None, None, 4, 8, 0)
+        runs[name] = SimpleNamespace(folder=str(tmp_path / name), evals=[point])
+    told = differences(runs)  # type: ignore[arg-type]
+    assert told == {"a": {}, "b": {"eval/sums/mean@2": "+0.250 (-0.033 to +0.533), 3 tasks"}}

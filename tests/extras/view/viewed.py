@@ -127,7 +127,7 @@ async def hostile(run_dir: Path) -> list[str]:
         )
         await writer.append(encode(members), accepted=True)
         ids += [str(m.id) for m in members]
-    await writer.close_batch(0, accepted=len(INJECTIONS), wanted=len(INJECTIONS), reasons={})
+    await writer.close_batch(0, accepted=len(INJECTIONS), expected=len(INJECTIONS), reasons={})
     await buffer.close()
     metrics(run_dir, note=INJECTIONS[0])
     with (run_dir / "metrics.jsonl").open("a") as file:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rft.extras.worlds.gym_reward import POOL
-from rft.extras.worlds.gym_rows import plain
+from rft.extras.worlds.gym_rows import encodable
 from rft.plugins import load_all
 from rft.reward.base import score
 from rft.reward.build_reward import build
@@ -34,7 +34,7 @@ async def assert_scored_as_its_own(data: Any, rows: list[dict[str, Any]]) -> Non
             gold = "no"
         if "Integral(" in gold:  # SymPy did not solve it
             continue
-        of = msgspec.structs.replace(task(gold), row=plain(row))
+        of = msgspec.structs.replace(task(gold), row=encodable(row))
         for said in (gold, f"<think>x</think><answer>{gold}</answer>"):
             assert (await score(fn, of, make_transcript(said))).value == float(
                 data.score_answer(gold.strip(), row)

@@ -26,7 +26,7 @@ from rft import fault_injection as faults
 from rft.buffer.audit import audit_run
 from rft.buffer.location import connect, find
 from rft.buffer.schema import experiences
-from rft.trainer import manifest as manifests
+from rft.trainer.checkpoint import manifest as manifests
 from tests.helpers.lab.judge import told
 from tests.helpers.lab.lab import Fault, Lab, Nursery, Result, lose_power
 from tests.helpers.lab.plan import Plan

@@ -21,7 +21,7 @@ from rft.buffer.base import Audit
 from rft.buffer.derived_state import chain, counted_uses
 from rft.buffer.location import connect, find
 from rft.buffer.schema import experiences, groups, token_logprobs, uses
-from rft.trainer import manifest as manifests
+from rft.trainer.checkpoint import manifest as manifests
 from rft.types.ids import ExperienceId, Version
 from rft.types.token_logprobs import of_trainer
 from tests.helpers.lab.plan import Plan, weights_of

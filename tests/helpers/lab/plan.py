@@ -97,7 +97,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """
         return token_logprobs.encode(
             [
-                token_logprobs.beside(x, np.full(x.num_response_tokens, -step, np.float32))
+                token_logprobs.of_row(x, np.full(x.num_response_tokens, -step, np.float32))
                 for x in rows
             ]
         )

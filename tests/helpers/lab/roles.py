@@ -21,8 +21,8 @@ import msgspec
 from rft.buffer.buffer import Buffer
 from rft.errors import Fenced, RftError
 from rft.fault_injection import fault
-from rft.trainer import manifest as manifests
-from rft.trainer.checkpoints import Checkpoints
+from rft.trainer.checkpoint import manifest as manifests
+from rft.trainer.checkpoint.checkpoints import Checkpoints
 from rft.types.block import decode, encode
 from rft.types.ids import Version
 from rft.types.ports import Consumption, Lease
@@ -191,7 +191,13 @@ async def explorer(plan: Plan, events: Events, number: int) -> int:
         bad = len(plan.tasks(batch)) - plan.groups
         reasons = {"filtered": bad} if bad else {}
         await client.call(
-            "close_batch", line, batch, accepted=good, wanted=good, reasons=reasons, explorer=number
+            "close_batch",
+            line,
+            batch,
+            accepted=good,
+            expected=good,
+            reasons=reasons,
+            explorer=number,
         )
         events.say("closed", lineage=line, batch=batch)
     await client.call("finish", line, "all batches are explored", explorer=number)

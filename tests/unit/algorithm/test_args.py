@@ -44,7 +44,7 @@ from rft.plugins import REGISTRY
             "clip_range: '0.2': input should be a valid number",
         ),
         ("policy_loss_fn", "ppo", {"clip_range": math.nan}, "finite number"),
-        ("policy_loss_fn", "ppo", {"clip_range": 2.0}, "at most 1; set clip_range_low"),
+        ("policy_loss_fn", "ppo", {"clip_range": 2.0}, "less than or equal to 1"),
         ("policy_loss_fn", "pppo", {}, "unknown policy loss 'pppo'.*Did you mean ppo"),
         (
             "advantage_fn",
@@ -66,6 +66,12 @@ from rft.plugins import REGISTRY
         ("kl_loss_fn", "full", {}, "not offered.*vocabulary"),
         ("kl_loss_fn", "low_var", {}, "Did you mean low_var_kl"),
         ("entropy_loss_fn", "default", {"entropy_coef": -1.0}, "greater than or equal to 0"),
+        (
+            "entropy_loss_fn",
+            "default",
+            {"adaptive": True, "entropy_coef": 0.1, "max_coef": 0.05},
+            "entropy_coef 0.1 must be between min_coef 0.0 and max_coef 0.05",
+        ),
     ],
 )
 def test_refused(kind: str, name: str, given: dict[str, Any], expected: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from rft.algorithm import composition
 from rft.algorithm.base import Advantages, Denominators, LossInputs, StepInputs, StepRow
 from rft.algorithm.composition import build, spread
-from rft.algorithm.settings import AlgorithmSettings
+from rft.algorithm.settings import AlgorithmSettings, CorrectionConfig
 from rft.errors import ConfigError
 from rft.types.ports import GroupStats
 
@@ -240,8 +240,7 @@ def test_a_kl_penalty_of_ones_own(tmp_path: Path) -> None:
             1,
         ),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": 9.0}, "default", 1),
-        # advantages see the weights of all rows, losses those of the drawn ones
-        ({"rollout_is": "token"}, "pf_ppo", 2),
+        ({"rollout_is": "token"}, "pf_ppo", 1),
     ],
 )
 def test_a_correction_of_the_same_tokens_is_computed_once(
@@ -251,7 +250,9 @@ def test_a_correction_of_the_same_tokens_is_computed_once(
     correct = composition.correct
     monkeypatch.setattr(composition, "correct", lambda *a: counted.append(1) or correct(*a))
     settings = AlgorithmSettings(
-        bypass_old_logprobs=False, rollout_correction=correction, sample_strategy=strategy
+        bypass_old_logprobs=False,
+        rollout_correction=CorrectionConfig(**correction),
+        sample_strategy=strategy,
     )
     rows = [
         StepRow(

@@ -1,4 +1,4 @@
-"""Which rows of a step raft imitates."""
+"""Which rows of a step are chosen by rewards."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from rft.algorithm.base import StepInputs, StepRow
 from rft.algorithm.group_best import GroupBestArgs, group_best
+from rft.algorithm.reward_variance import RewardVarianceArgs, reward_variance
 from rft.types.ports import GroupStats
 
 
@@ -28,7 +29,7 @@ def inputs(
             group=g,
             rewards=tuple(r for r in rewards for _ in range(steps)),
             mean=float(np.mean(rewards)),
-            std=0.0,
+            std=float(np.std(rewards, ddof=1)) if len(rewards) > 1 else 0.0,
             runs=tuple(run for run in range(len(rewards)) for _ in range(steps)),
         )
         for g, rewards in groups.items()
@@ -59,3 +60,28 @@ def test_runs_that_are_not_in_the_step_count() -> None:
 
 def test_every_step_of_the_best_run() -> None:
     assert group_best(inputs({"a": [0.0, 1.0]}, steps=3), GroupBestArgs()) == [3, 4, 5]
+
+
+# variances 0.5, 2, 0, 0.125
+GROUPS = {"a": [0.0, 1.0], "b": [0.0, 2.0], "c": [1.0, 1.0], "d": [0.0, 0.5]}
+
+
+@pytest.mark.parametrize(
+    ("args", "drawn"),
+    [
+        ({}, [2, 3]),  # one of four groups
+        ({"share": 0.3}, [0, 1, 2, 3]),  # two
+        ({"share": 1.0}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ({"share": 0.7, "share_of": "variance"}, [2, 3]),  # 2 of 2.625 is 0.76
+        ({"share": 0.8, "share_of": "variance"}, [0, 1, 2, 3]),  # 2.5 is 0.95
+        ({"share": 1.0, "share_of": "variance"}, [0, 1, 2, 3, 6, 7]),  # equal rewards have none
+    ],
+)
+def test_groups_whose_rewards_differ_most(args: dict[str, Any], drawn: list[int]) -> None:
+    assert reward_variance(inputs(GROUPS), RewardVarianceArgs.model_validate(args)) == drawn
+
+
+def test_no_group_where_all_rewards_are_equal() -> None:
+    equal = inputs({"a": [1.0, 1.0], "b": [0.0, 0.0]})
+    assert reward_variance(equal, RewardVarianceArgs(share_of="variance")) == []
+    assert reward_variance(equal, RewardVarianceArgs()) == [0, 1], "the earlier of equals"

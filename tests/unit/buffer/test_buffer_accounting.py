@@ -67,7 +67,7 @@ class Run:
         for task in range(2):
             if task not in held:
                 await self.append(batch, task, accepted)
-        await writer.close_batch(batch, accepted=2, wanted=2, reasons={})
+        await writer.close_batch(batch, accepted=2, expected=2, reasons={})
 
     async def append(self, batch: int, task: int, accepted: bool) -> None:
         frame = encode(

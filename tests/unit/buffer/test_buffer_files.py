@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from rft.buffer.audit import audit_run
@@ -19,7 +20,7 @@ from rft.buffer.location import refuse_network
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed, ConfigError, DiskFull, SetupError
 from rft.testing.storage_contract import fill, group, ids, take
-from rft.trainer import manifest as manifests
+from rft.trainer.checkpoint import manifest as manifests
 from rft.types.block import decode, encode
 from rft.types.ids import Version
 from rft.types.ports import Consumption
@@ -213,6 +214,23 @@ async def test_reward_edits_hold_for_row_and_statistics(tmp_path: Path) -> None:
     await buffer.close()
 
 
+async def test_statistics_hold_the_parts_of_every_reward(tmp_path: Path) -> None:
+    buffer = await opened(tmp_path)
+    await buffer.start_lineage(None, None)
+    parts = [{"format": run / 4, "exact": 1.0} if run else {} for run in range(4)]
+    rows = [
+        msgspec.structs.replace(row, reward_parts=part)
+        for row, part in zip(group(1, 0, 0), parts, strict=True)
+    ]
+    writer = buffer.writer(1)
+    await writer.append(encode(rows), accepted=True)
+    await writer.close_batch(0, accepted=1, expected=1, reasons={})
+    lease = await take(buffer, 1, 1, 1)
+    assert list(lease.groups[0].parts) == parts
+    assert [row.reward_parts for row in decode(lease.frame)] == parts
+    await buffer.close()
+
+
 async def test_concurrent_appends_are_all_stored(tmp_path: Path) -> None:
     buffer = await opened(tmp_path, durability="power")
     await buffer.start_lineage(None, None)
@@ -220,7 +238,7 @@ async def test_concurrent_appends_are_all_stored(tmp_path: Path) -> None:
     await asyncio.gather(
         *(writer.append(encode(group(1, 0, task)), accepted=True) for task in range(200))
     )
-    await writer.close_batch(0, accepted=200, wanted=200, reasons={})
+    await writer.close_batch(0, accepted=200, expected=200, reasons={})
     lease = await take(buffer, 1, 1, 200)
     assert ids(lease) == [(0, t, r) for t in range(200) for r in range(4)]
     await buffer.close()

@@ -112,7 +112,7 @@ async def test_bad_frames_are_rejected_and_counted(tmp_path: Path) -> None:
         expected[reason] = expected.get(reason, 0) + 1
     with pytest.raises(FrameRejected, match="no_reason"):
         await buffer.append(1, encode(a), accepted=False)
-    await buffer.writer(1).close_batch(0, accepted=0, wanted=0, reasons={})
+    await buffer.writer(1).close_batch(0, accepted=0, expected=0, reasons={})
     with pytest.raises(FrameRejected, match="closed_batch"):
         await buffer.append(1, encode(a), accepted=True)
     stats = await buffer.stats()

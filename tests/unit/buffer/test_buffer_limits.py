@@ -54,7 +54,7 @@ async def explore(buffer: Buffer, explorer: int, batches: int, size: int, tokens
             encode(group(1, batch, task, explorer=explorer, tokens=tokens)) for task in range(size)
         ]
         await asyncio.gather(*(writer.append(f, accepted=True) for f in frames))
-        await writer.close_batch(batch, accepted=size, wanted=size, reasons={})
+        await writer.close_batch(batch, accepted=size, expected=size, reasons={})
     await writer.finish("done")
 
 
@@ -149,7 +149,7 @@ async def test_a_later_batch_does_not_take_the_place_of_the_open_one(tmp_path: P
     assert not first.done()
     lease = asyncio.create_task(take(buffer, 1, 1, groups=1))
     await first
-    await writer.close_batch(0, accepted=1, wanted=1, reasons={})
+    await writer.close_batch(0, accepted=1, expected=1, reasons={})
     assert ids(await lease)[0] == (0, 0, 0)
     assert not late.done()
     await buffer.start_lineage(None, None)
@@ -208,7 +208,7 @@ async def test_memory_alone_is_given_back(tmp_path: Path) -> None:
         for task in range(4):
             frame = encode(group(1, batch, task, tokens=500))
             await writer.append(frame, accepted=task < 2, reason="" if task < 2 else "zero_std")
-        await writer.close_batch(batch, accepted=2, wanted=2, reasons={})
+        await writer.close_batch(batch, accepted=2, expected=2, reasons={})
         lease = await reader.lease(batch + 1, groups=2, rows=None, deadline_s=5, max_staleness=None)
         assert len(decode(lease.frame)) == 8
         await (reader.discard(batch + 1, "nonfinite") if batch % 2 else reader.use(batch + 1))
@@ -264,7 +264,7 @@ async def test_a_full_disk_is_waited_out(
             await reader.use(step)
     ballast.unlink()
     assert [a.appended for a in await asyncio.gather(*appends)] == [4, 4]
-    await writer.close_batch(3, accepted=2, wanted=2, reasons={})
+    await writer.close_batch(3, accepted=2, expected=2, reasons={})
     seen = []
     for step in (3, 4):
         lease = await take(buffer, 1, step)
@@ -449,7 +449,7 @@ async def test_damaged_payload_is_neither_shown_nor_exported(
     raw.close()
     with open_run(tmp_path) as questions:
         (shown,) = look(questions, num=1)
-        assert shown.payload is None and "is not as it was stored" in shown.gone
+        assert shown.payload is None and "is not as it was stored" in shown.missing_reason
         with pytest.raises(PayloadDamaged, match="is not as it was stored"):
             export(questions, tmp_path / "a.jsonl", tokens=True)
 

@@ -98,7 +98,7 @@ async def test_ties_are_decided_by_id_and_the_oldest_weights_of_all_rows_count(
         await buffer.writer(1).append(
             encode(group(1, 0, task, version=Version(1, 4))), accepted=True
         )
-    await buffer.writer(1).close_batch(0, accepted=3, wanted=3, reasons={})
+    await buffer.writer(1).close_batch(0, accepted=3, expected=3, reasons={})
     assert tasks(await read(buffer, 10, groups=1)) == [(0, 1)]
     assert tasks(await read(buffer, 11, groups=1)) == [(0, 2)]
     assert tasks(await read(buffer, 12, groups=1)) == [(0, 0)]
@@ -186,7 +186,7 @@ def test_groups_that_left_are_not_kept(max_uses: int, tmp_path: Path) -> None:
         order.close((batch, 0), ClosedBatch(4, 4, {}))
         clock.now += REST
         assert isinstance(order.lease(LeaseRequest(batch + 1, 4, None, None)), Selection)
-        order.done(batch + 1, max_uses=max_uses)
+        order.finish_lease(batch + 1, max_uses=max_uses)
     kept = [portion for heap in order._selector._heaps for *_, portion in heap]
     assert len(order._groups) <= 20 and len(kept) < 300, len(kept)
 
@@ -204,7 +204,7 @@ def test_a_lease_given_back_evicts_nothing_and_doubles_nothing(tmp_path: Path) -
         order.add((0, 0), WaitingGroup(name, 0, 0, task, "", rows, num_bytes=1))
     order.close((0, 0), ClosedBatch(3, 3, {}))
     assert isinstance(order.lease(LeaseRequest(1, None, 6, None)), Selection)
-    order.done(1, max_uses=UNLIMITED)
+    order.finish_lease(1, max_uses=UNLIMITED)
     clock.now += REST
     found = order.lease(LeaseRequest(2, None, 3, None))
     assert isinstance(found, Selection) and [
@@ -274,11 +274,11 @@ async def test_a_function_of_ones_own(tmp_path: Path) -> None:
     for task, reward in enumerate((0.5, 0.25, 1.0)):
         rows = [msgspec.structs.replace(x, reward=reward) for x in group(1, 0, task)]
         await buffer.writer(1).append(encode(rows), accepted=True)
-    await buffer.writer(1).close_batch(0, accepted=3, wanted=3, reasons={})
+    await buffer.writer(1).close_batch(0, accepted=3, expected=3, reasons={})
     assert [tasks(await read(buffer, step))[0][1] for step in (1, 2, 3)] == [1, 0, 2]
     await buffer.writer(1).append(encode(group(1, 1, 8)), accepted=True)
     with pytest.raises(BufferFailed, match="priority function 'worst_first' gave NaN"):
-        await buffer.writer(1).close_batch(1, accepted=1, wanted=1, reasons={})
+        await buffer.writer(1).close_batch(1, accepted=1, expected=1, reasons={})
     await buffer.close()
 
 
@@ -390,7 +390,7 @@ class Model:
                 encode(group(self.lineage, batch, task, runs=2, version=version)), accepted=True
             )
             self.known.append(Known((self.lineage, batch, task), version, []))
-        await writer.close_batch(batch, accepted=2, wanted=2, reasons={})
+        await writer.close_batch(batch, accepted=2, expected=2, reasons={})
 
     def readable(self) -> list[Known]:
         most = self.settings.max_uses

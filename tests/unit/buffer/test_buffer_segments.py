@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, create_engine, insert
 
-from rft.buffer.base import Storage
 from rft.buffer.schema import groups, metadata
 from rft.buffer.settings import BufferSettings
 from rft.buffer.storage import file as files
 from rft.buffer.storage import queue as queues
+from rft.buffer.storage.base import Storage
 from rft.buffer.storage.segment import HEAD, read
 from rft.errors import BufferFailed, PayloadDamaged
 from rft.testing.storage_contract import group

@@ -51,11 +51,11 @@ async def test_a_stored_state_changes_only_as_the_table_says(
 
     database = buffer._ledger.database
     if legal:
-        await buffer._work(database.run, attempt)
+        await buffer._run(database.run, attempt)
     else:
         with pytest.raises(BufferFailed, match=f"is {state} and cannot become {to}"):
-            await buffer._work(database.run, attempt)
-        states = await buffer._work(
+            await buffer._run(database.run, attempt)
+        states = await buffer._run(
             database.run, lambda tx: set(tx.scalars(select(experiences.c.state)))
         )
         assert states == {"available"}, "nothing of the refused call is stored"

@@ -30,7 +30,7 @@ async def short(buffer: Buffer, batch: int, accepted: int, wanted: int = 3) -> N
     for task in range(accepted):
         await writer.append(encode(group(1, batch, task)), accepted=True)
     await writer.close_batch(
-        batch, accepted=accepted, wanted=wanted, reasons={"zero_std": 5, "failed": 2}
+        batch, accepted=accepted, expected=wanted, reasons={"zero_std": 5, "failed": 2}
     )
 
 
@@ -145,7 +145,7 @@ async def test_a_group_that_cannot_be_trained_makes_the_batch_short(tmp_path: Pa
     await buffer.writer(1).append(
         encode([row(name.run(i), reward=None) for i in range(2)]), accepted=True
     )
-    await buffer.writer(1).close_batch(0, accepted=1, wanted=1, reasons={})
+    await buffer.writer(1).close_batch(0, accepted=1, expected=1, reasons={})
     with pytest.raises(ShortBatch, match=r"0 of 1 groups .*1 nothing_to_train"):
         await take(buffer, 1, 1, 1)
     await buffer.close()

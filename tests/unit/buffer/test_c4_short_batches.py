@@ -65,7 +65,7 @@ class Pair:
                 accepted += good
                 await writer.append(encode(rows), accepted=good, reason="" if good else "zero_std")
             await writer.close_batch(
-                b, accepted=accepted, wanted=GROUPS, reasons={"zero_std": GROUPS - accepted}
+                b, accepted=accepted, expected=GROUPS, reasons={"zero_std": GROUPS - accepted}
             )
         await writer.finish("all epochs done")
 

@@ -182,6 +182,21 @@ async def test_truncated_answers_are_masked_by_their_finish_reason() -> None:
     assert not done.accepted and done.reason == "too_few"
 
 
+async def test_a_teachers_likely_tokens_outlive_a_cleared_mask() -> None:
+    cut = row(1, 1.0, status="truncated", finish_reason="length")
+    count = sum(s.end - s.start for s in cut.version_spans)
+    taught = msgspec.structs.replace(
+        cut,
+        teacher_logprobs=cut.logprobs,
+        teacher_spans=cut.version_spans,
+        teacher_top_ids=np.tile(np.arange(3, dtype=np.int32), (count, 1)),
+        teacher_top_logprobs=np.full((count, 4), -1.5, np.float16),
+    )
+    done = await after([row(0, 0.0), taught, row(2, 1.0)], "mask_response_truncated")
+    assert kept(done) == [0, 2] and not done.rows[1].loss_mask.any()
+    assert np.array_equal(done.rows[1].teacher_top_ids, taught.teacher_top_ids)
+
+
 @pytest.mark.parametrize(
     ("args", "answers", "stay"),
     [
@@ -384,7 +399,7 @@ def own(stage: str, *processes: Any) -> ExperiencePipeline:
         return made(*names, deadline_s=0.5)
     finally:
         for name in names:
-            del REGISTRY._found["operator", name]
+            del REGISTRY._plugins["operator", name]
 
 
 def replaced(given: Sequence[Experience], **changes: Any) -> Result:
@@ -638,7 +653,7 @@ async def test_prepare_and_close() -> None:
             await bad.close()
         assert events[-2:] == ["b closed", "a closed"]
     finally:
-        del REGISTRY._found["operator", "test_life"]
+        del REGISTRY._plugins["operator", "test_life"]
 
 
 # ---------------------------------------------------------------- the copy

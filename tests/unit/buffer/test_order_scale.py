@@ -53,7 +53,7 @@ def test_a_lease_costs_what_it_takes_not_what_waits(replay: ReplaySettings | Non
                 assert isinstance(choice, Selection)
                 assert choice.num_rows == 64
                 order.missing(wanted)
-                order.done(step, max_uses=settings.max_uses)
+                order.finish_lease(step, max_uses=settings.max_uses)
         return counted.lines / LEASES
 
     few = lines(2 * LEASES * BATCH)

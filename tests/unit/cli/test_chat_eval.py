@@ -84,9 +84,11 @@ def test_a_model_is_evaluated(tmp_path: Path, tiny_model: Path) -> None:
         *lengths,
     ]
     out, _, code = said("eval", str(tiny_model), *given, "-o", str(tmp_path))
-    assert code == 0 and "tasks/mean@2" in out
-    (metrics,) = tmp_path.glob("rft/eval/*/metrics.jsonl")
-    assert "bench/tasks/mean@2" in metrics.read_text()
+    assert code == 0
+    assert "copy_tasks/mean@2" in out
+    assert "copy_tasks/parts/" not in out  # exact_answer has none
+    (metrics,) = tmp_path.glob("rft/eval/*-copy_tasks-*/metrics.jsonl")
+    assert "bench/copy_tasks/mean@2" in metrics.read_text()
     assert said("eval", str(tiny_model), "x.jsonl", "--engine", "none")[2] == 2
 
 

@@ -442,11 +442,13 @@ async def test_export_is_written_in_row_groups_from_pages(
     told: list[int] = []
     with query.open_run(tmp_path / "run") as questions:  # while the buffer is open
         count = experience_export.export(
-            questions, tmp_path / "x.parquet", tokens=True, told=told.append
+            questions, tmp_path / "x.parquet", tokens=True, on_progress=told.append
         )
         with pytest.raises(ConfigError, match="appeared meanwhile"):
             experience_export.export(
-                questions, tmp_path / "y.parquet", told=lambda n: (tmp_path / "y.parquet").touch()
+                questions,
+                tmp_path / "y.parquet",
+                on_progress=lambda n: (tmp_path / "y.parquet").touch(),
             )
     await buffer.close()
     assert count == 100 and told == [16, 32, 48, 64, 80, 96, 100]
@@ -485,9 +487,7 @@ def test_sample_answers_who_wrote_and_who_trained_it(run_dir: Path) -> None:
     assert "written by   weights 1:0 tokens 6 to 12" in out
     assert "trained in   step 1:1, first in checkpoint global_step_1\n" in out
     assert (
-        "reward       1  = exact 1" in out
-        and "response     b" in out
-        and "tokens       " not in out
+        "reward       1 = exact 1" in out and "response     b" in out and "tokens       " not in out
     )
     out, _, _ = said(
         "buffer", "sample", str(run_dir), "--id", "0001.00.00000001.000000.0001.00.0000", "--json"
@@ -536,6 +536,50 @@ def test_sample_says_what_an_answer_is_compared_with(tmp_path: Path) -> None:
         and "reason       it is not 7\n" in out
         and 'assistant    look({"at": 3})\n' in out
     )
+
+
+QUESTION = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "word " * 100}]
+EQUATIONS = {  # parts, weights, reward: its line
+    " = 0.2 × brief 0.185896 + 1 × rule 0 (rule/among 0)": (
+        {"brief": 0.185896, "rule": 0.0, "rule/among": 0.0},
+        {"brief": 0.2, "rule": 1.0},
+        0.0371792,
+    ),
+    " = right 1 + short -0.5": ({"right": 1.0, "short": -0.5}, {}, 0.5),
+    "; its parts: right 1, short -0.5": ({"right": 1.0, "short": -0.5}, {}, 0.7),
+    "; its parts: low 2, right 1": ({"right": 1.0, "low": 2.0}, {"right": 0.5}, 2.5),
+    "": ({}, {}, 0.5),
+}
+
+
+@pytest.mark.parametrize("line", EQUATIONS)
+def test_a_reward_is_equal_to_what_stands_behind_the_sign(tmp_path: Path, line: str) -> None:
+    parts, weights, reward = EQUATIONS[line]
+    judged = [{"judge": "helpful", "question": QUESTION, "reply": '{"score": 3}'}]
+    info = {"gold_answer": "7", "reward_weights": weights, "judge": judged}
+
+    async def played() -> None:
+        buffer = Buffer(BufferSettings(folder=tmp_path / "buffer"))
+        await buffer.open()
+        await buffer.start_lineage(None, None)
+        members = [
+            msgspec.structs.replace(x, info=info, reward=reward, reward_parts=parts)
+            for x in group(1, 0, 0)
+        ]
+        await buffer.writer(1).append(encode(members), accepted=True)
+        await buffer.close()
+
+    asyncio.run(played())
+    out, _, code = said("buffer", "sample", str(tmp_path), "-n", "1")
+    assert code == 0
+    assert f"\nreward       {reward:.6g}{line}\n" in out
+    places = [
+        out.index(text) for text in ("\nresponse ", "\ngold_answer  7", "\nreward ", "\njudge ")
+    ]
+    assert places == sorted(places)
+    assert 'judge        helpful: {"score": 3}\n  system     Judge.\n  user       word word' in out
+    assert "… (499 characters)\n" in out
+    assert "reward_weights" not in out
 
 
 def test_times_are_dates_in_a_table_and_numbers_elsewhere(run_dir: Path) -> None:

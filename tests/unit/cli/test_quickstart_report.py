@@ -45,7 +45,7 @@ def test_accuracy_is_compared_between_the_first_and_the_last_evaluation(tmp_path
 def test_without_two_evaluations_it_says_what_is_missing(tmp_path: Path, steps: int) -> None:
     metrics(tmp_path, steps)
     said = _said(tmp_path)
-    assert "an evaluation before and one after" in said
+    assert "no evaluation before and after training" in said
     assert "->" not in said
     assert "model " not in said
 

@@ -21,9 +21,10 @@ from rft.cli import main as cli
 from rft.errors import CheckpointInvalid, ConfigError, SetupError
 from rft.launch.progress import summary
 from rft.launch.rundir import RunDir
-from rft.trainer import manifest as manifests
+from rft.trainer.checkpoint import manifest as manifests
 from rft.types.ids import Version
 from rft.types.ports import Consumption
+from tests.helpers.asked_ledger import EVIL
 
 
 def said(*arguments: str) -> tuple[str, int]:
@@ -113,6 +114,27 @@ def test_status_tells_alarms_and_names_what_shows_more(run_dir: Path) -> None:
 
 
 @pytest.mark.extra
+def test_status_writes_control_characters_as_escapes(run_dir: Path) -> None:
+    metrics = run_dir / "metrics.jsonl"
+    note = {"role": "trainer", "step": 9, "time": 9e9, "values": {}, "notes": [EVIL]}
+    metrics.write_text(json.dumps(note) + "\n" + metrics.read_text())
+    state = json.loads((run_dir / "state.json").read_text())
+    (run_dir / "state.json").write_text(json.dumps({**state, "host": EVIL, "name": EVIL}))
+    out, code = said("status", str(run_dir))
+    assert code == 0
+    assert "a\\x1b[31mred" in out
+    assert not set(out) & {"\x1b", "\x07", "\x9b", "\u202e"}
+
+
+def test_a_message_writes_control_characters_as_escapes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rft", "status", str(tmp_path / "a\x1b[31mred\u202e")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "a\\x1b[31mred" in done.stderr
+    assert not set(done.stderr) & {"\x1b", "\u202e"}
+
+
+@pytest.mark.extra("view")
 def test_runs_below_a_folder(run_dir: Path) -> None:
     broken = run_dir.parent / "other" / "run"
     broken.mkdir(parents=True)
@@ -217,7 +239,7 @@ def test_a_run_worked_as_long_wherever_it_is_told(
 ) -> None:
     """N15: the end of the run, its report and the viewer had a duration each."""
     from rft.extras.view.found_runs import FoundRuns
-    from rft.extras.view.report.facts import collect
+    from rft.extras.view.report_facts import collect
 
     state = json.loads((run_dir / "state.json").read_text())
     ended = {"started": 1000.0, "time": 1080.0, "before_s": 40.0}
@@ -255,6 +277,13 @@ def test_export_copies_the_model_whole(run_dir: Path, tmp_path: Path) -> None:
     assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors"]
     assert (out / "model.safetensors").read_bytes() == b"weights"
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_export_without_a_folder_writes_beside_the_run(run_dir: Path) -> None:
+    out, code = said("export", str(run_dir))
+    assert code == 0
+    assert Path(out.strip()) == run_dir.with_name("run-model")
+    assert (run_dir.with_name("run-model") / "config.json").is_file()
 
 
 def test_export_takes_the_checkpoint_that_the_run_would_go_on_from(
@@ -425,7 +454,7 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_told(
 
 @pytest.mark.extra("view")
 def test_a_program_of_stages_has_no_logs_and_no_numbers_of_its_own(run_dir: Path) -> None:
-    from rft.extras.view.report.facts import collect
+    from rft.extras.view.report_facts import collect
 
     (run_dir.parent / "stages.json").write_text('{"stages": []}')
     with pytest.raises(ConfigError, match=f"is a program of stages; .*{run_dir}"):
@@ -443,7 +472,7 @@ def test_a_program_of_stages_has_no_logs_and_no_numbers_of_its_own(run_dir: Path
 def test_a_killed_run_has_died_wherever_it_is_told(
     phase: str, run_dir: Path, tmp_path: Path
 ) -> None:
-    from rft.extras.view.report.facts import collect
+    from rft.extras.view.report_facts import collect
 
     RunDir(run_dir).state(phase)
     assert status_command.collect(run_dir)["phase"] == "died"

@@ -42,7 +42,7 @@ def planned(config: RunConfig) -> Plan:
     """Without the tree for trackers, and what is said of written values."""
     plan = resolve(config, Facts(cpus=4, gpus=1, exists=lambda path: False))
     return replace(
-        plan, monitor=replace(plan.monitor, config={}), derived=(), warnings=(), notes=()
+        plan, tracked_run=replace(plan.tracked_run, config={}), derived=(), warnings=(), notes=()
     )
 
 

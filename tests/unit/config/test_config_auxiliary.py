@@ -12,9 +12,9 @@ import pytest
 from rft.config.load import from_dict
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
-from rft.config.verify import check
 from rft.errors import ConfigError
 from rft.launch.cluster import placement
+from rft.preflight.check import check
 from rft.testing import tiny
 
 
@@ -151,9 +151,8 @@ def test_servers() -> None:
             {"model_path": "J", "task": "score", "reasoning_parser": "qwen3"},
             "has no answer to parse",
         ),
-        ({"model_path": "J", "enable_auto_tool_choice": True}, "needs the name of vLLM's parser"),
         (
-            {"model_path": "J", "enable_auto_tool_choice": True, "tool_call_parser": "openai"},
+            {"model_path": "J", "tool_call_parser": "openai"},
             "openai reads no texts in vLLM",
         ),
         (
@@ -238,6 +237,15 @@ def test_check_looks_at_their_files(tmp_path: Path, tiny_model: Path) -> None:
         ), error
 
 
+def roomy(folder: Path) -> dict[str, Any]:
+    """A judge with room for its own question."""
+    path = folder / "judge"
+    if not path.exists():
+        tiny.make(path, max_position_embeddings=4096)
+    return {"model_path": str(path), "engine_type": "transformers", "max_model_len": 4000}
+
+
+ASKS = "{delimit('answer', case.answer)} {delimit.ask(score=self.scale)}"
 _JUDGE = """
 from rft import Judge
 class Mine(Judge):
@@ -249,7 +257,7 @@ class Mine(Judge):
 @pytest.mark.parametrize(
     ("question", "error", "warning"),
     [
-        ("{delimit('answer', case.answer)} {delimit.ask(score=self.scale)}", "", ""),
+        (ASKS, "", ""),
         (
             "{case.answer} {delimit.ask(score=self.scale)}",
             "shows an answer outside of the delimiters",
@@ -269,7 +277,7 @@ def test_a_judge_whose_question_cannot_be_asked(
     import yaml
 
     (tmp_path / "mine.py").write_text(_JUDGE.replace("{QUESTION}", question))
-    judge = {"model_path": str(tiny_model), "engine_type": "transformers"}
+    judge = roomy(tmp_path)
     values = config(judge, model=str(tiny_model), checkpoint_root_dir=str(tmp_path / "runs"))
     values["buffer"]["explorer_input"]["default_reward_fn_type"] = f"{tmp_path}/mine.py:Mine"
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
@@ -282,11 +290,31 @@ def test_a_judge_whose_question_cannot_be_asked(
     )
 
 
+@pytest.mark.parametrize(("room", "fits"), [(None, False), (90, False), (4000, True)])
+def test_a_question_that_its_judge_has_no_room_for_is_refused(
+    tmp_path: Path, tiny_model: Path, room: int | None, fits: bool
+) -> None:
+    """The frame of a judge alone has 260 tokens, the policy's context 152."""
+    import yaml
+
+    judge = roomy(tmp_path) | {"max_model_len": room}
+    values = config(judge, model=str(tiny_model), checkpoint_root_dir=str(tmp_path / "runs"))
+    (tmp_path / "mine.py").write_text(_JUDGE.replace("{QUESTION}", ASKS))
+    part = {"reward": f"{tmp_path}/mine.py:Mine"}
+    tasksets = values["buffer"]["explorer_input"]
+    tasksets["default_reward_fn_type"] = "weighted_reward"
+    tasksets["taskset"]["reward_fn_args"] = {"rewards": {"judge": part}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    found = check(tmp_path / "run.yaml", facts=Facts(cpus=2, gpus=0))
+    rooms = [e for e in found.errors if "write max_model_len of this model" in e.message]
+    assert bool(rooms) is not fits, found.errors
+
+
 def test_judges_of_one_model_have_the_same_limits(tmp_path: Path, tiny_model: Path) -> None:
     import yaml
 
     def report(**limits: Any) -> Any:
-        judge = {"model_path": str(tiny_model), "engine_type": "transformers"}
+        judge = roomy(tmp_path)
         values = config(judge, model=str(tiny_model), checkpoint_root_dir=str(tmp_path / "runs"))
         tasksets = values["buffer"]["explorer_input"]
         tasksets |= {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rft.config.plan import Facts
-from rft.config.verify import check
+from rft.preflight.check import check
 from tests.helpers.counted import Counted
 
 BAD = sorted((Path(__file__).parent / "data" / "bad").glob("*.yaml"))

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from rft.config.check_report import Report
-from rft.config.model_folder import look, read_header
 from rft.config.plan import Facts
-from rft.config.verify import check, load_plan
 from rft.errors import ConfigError, ConfigErrors
+from rft.preflight.check import check, load_plan
+from rft.preflight.check_report import Report
+from rft.preflight.model_folder import look, read_header
 
 GOOD = Path(__file__).parent / "data" / "good"
 CPU = Facts(cpus=2, gpus=0)
@@ -151,6 +151,7 @@ def test_gold_answer_that_does_not_score(model: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.extra("migrate")
 def test_a_reward_may_know_another_gold_answer_than_the_truth(model: Path, tmp_path: Path) -> None:
     """Tests of a program are no answer; functions of lists are asked for one."""
     (tmp_path / "rows.jsonl").write_text(
@@ -252,11 +253,11 @@ def test_damaged_model_folders(model: Path) -> None:
     weights.write_bytes(whole[:-7])
     assert "cut short" in wrong(model)
     weights.write_bytes(struct.pack("<Q", 1 << 63) + whole[8:])
-    assert "header claims 9,223,372,036,854,775,808 bytes" in wrong(model)
+    assert "header too large" in wrong(model)
     weights.write_bytes(b"abc")
-    assert "too few for a safetensors file" in wrong(model)
+    assert "it has 3 bytes" in wrong(model)
     weights.write_bytes(struct.pack("<Q", 4) + b"{{{{")
-    assert "header is not JSON" in wrong(model)
+    assert "invalid JSON in header" in wrong(model)
     weights.write_bytes(whole)
     (model / "config.json").write_text("{")
     assert "config.json cannot be read as JSON" in wrong(model)
@@ -430,7 +431,7 @@ def test_too_long_for_the_model(model: Path) -> None:
 
 # ---------------------------------------------------------------- the command
 
-COMMAND = [sys.executable, "-X", "importtime", "-m", "rft.cli.check_command", "--config"]
+COMMAND = [sys.executable, "-X", "importtime", "-m", "rft", "check", "--config"]
 
 
 def command(*arguments: str) -> tuple[int, str, str, float]:
@@ -466,18 +467,19 @@ def test_command_on_a_good_file(model: Path) -> None:
     code, out, err, seconds = command(*given)
     assert code == 0, out + err
     for text in (
-        "4 tasks, 32 experiences",
+        "4 tasks, 32 answers",
         "on-policy",
-        "trainer 0",
         "gold answer '0' scores 1",
         "is fine",
-        "override",
-        "line 1",
+        "--all",
     ):
         assert text in out
+    assert len(out.splitlines()) <= 40
     for heavy in ("torch", "transformers", "ray"):
         assert f" {heavy}\n" not in err, f"{heavy} was imported"
     assert seconds < 6
+    code, out, _, _ = command(*given, "--all")
+    assert code == 0 and all(text in out for text in ("trainer 0", "override", "line 1"))
     code, out, _, _ = command(*given, "--json")
     assert code == 0 and set(json.loads(out)) >= {"ok", "errors", "warnings", "plan"}
 
@@ -505,7 +507,7 @@ def test_command_with_declared_gpus_on_a_machine_without(model: Path) -> None:
         "explorer.rollout_model.engine_num=2",
         "--schema-only",
     ]
-    code, out, _, _ = command(*given)
+    code, out, _, _ = command(*given, "--all")
     assert code == 0 and "engine 1" in out and "trainer 5" in out and "node 0, 1 GPU(s)" in out
 
 
@@ -634,6 +636,47 @@ def test_a_reward_that_is_never_used_is_refused(model: Path, tmp_path: Path) -> 
         "scores its runs itself, so this reward would never be used" in error.message
         and "default_reward_fn_type" in error.key
     )
+
+
+SIMPLE = "buffer.explorer_input.default_workflow_type=simple_workflow"
+REWARD = "buffer.explorer_input.default_reward_fn_type"
+
+
+def test_a_taskset_that_nothing_scores_is_refused(model: Path, tmp_path: Path) -> None:
+    (error,) = run(model, SIMPLE, f"{REWARD}=null").errors
+    assert error.key == f"{TASKSET}.default_reward_fn_type" and "every run would fail" in str(error)
+    assert run(model, SIMPLE, f"{REWARD}=exact_answer").ok
+    scoring = tmp_path / "own.py"
+    scoring.write_text(
+        "from workflows.chat import SimpleWorkflow\n\nclass Own(SimpleWorkflow):\n"
+        "    async def run(self, task, ctx):\n        return ctx.transcript()\n"
+    )
+    own = f"buffer.explorer_input.default_workflow_type={scoring}:Own"
+    assert run(model, own, f"{REWARD}=null").ok, "its own run may score"
+
+
+def test_golds_that_cannot_be_scored_are_refused(model: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "copy 1", "answer": null}\n' * 8)
+    report = run(model, SIMPLE, f"{REWARD}=exact_answer", f"{TASKSET}.path={rows}")
+    assert any("has no truth" in str(e) for e in report.errors)
+
+
+@pytest.mark.parametrize(("given", "warns"), [("2 and 3", True), ("", False)])
+def test_a_column_of_alpaca_that_nobody_reads_is_told(
+    model: Path, tmp_path: Path, given: str, warns: bool
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"instruction": "Add.", "input": given, "output": "5"}) + "\n")
+    form = f"{TASKSET}.format={{prompt_key: instruction, response_key: output}}"
+    report = run(model, f"{TASKSET}.path={rows}", form)
+    assert any("as Alpaca's have" in w for w in report.warnings) is warns
+
+
+def test_a_named_column_of_tools_that_no_row_has_is_refused(model: Path) -> None:
+    (error,) = run(model, f"{TASKSET}.format.tools_key=functions").errors
+    assert error.key == f"{TASKSET}.format.tools_key" and "no row has it" in str(error)
+    assert run(model, f"{TASKSET}.format.tools_key=tools").ok
 
 
 def test_an_overlong_penalty_that_ends_a_run_is_refused(model: Path) -> None:
@@ -808,14 +851,11 @@ def test_tools_that_the_chat_template_does_not_show_are_a_warning(
 
     assert warned() and not warned(f"{TASKSET}.workflow_args.tools_in=system")
     (tmp_path / "tools.jinja").write_text("{% if tools %}{{ tools }}{% endif %}" + TEMPLATE)
-    assert not warned(f"model.chat_template_path={tmp_path}/tools.jinja")
+    assert not warned(f"model.custom_chat_template={tmp_path}/tools.jinja")
 
 
 TEMPLATES = Path(__file__).parents[2] / "data" / "chat_templates"
-PARSER = (
-    "explorer.rollout_model.tool_call_parser=hermes",
-    "explorer.rollout_model.enable_auto_tool_choice=true",
-)
+PARSER = ("explorer.rollout_model.tool_call_parser=hermes",)
 AS_USER = (f"{TASKSET}.workflow_args.result_role=user",)
 
 
@@ -845,7 +885,7 @@ def test_a_template_that_leaves_out_messages_is_refused(
 ) -> None:
     """Finding M2: with the way out, before the run."""
     (tmp_path / "shop.py").write_text("def price(item: str): return 19\n")
-    path = f"model.chat_template_path={TEMPLATES / template}.jinja"
+    path = f"model.custom_chat_template={TEMPLATES / template}.jinja"
     tools = (
         f"{TASKSET}.default_workflow_type=tool_workflow",
         f"{TASKSET}.workflow_args.tools=[{tmp_path}/shop.py:price]",
@@ -861,7 +901,7 @@ def test_a_row_that_the_template_leaves_out_is_refused(model: Path, tmp_path: Pa
     )
     report = run(
         model,
-        f"model.chat_template_path={tmp_path}/users.jinja",
+        f"model.custom_chat_template={tmp_path}/users.jinja",
         f"{TASKSET}.format.system_prompt='Be short.'",
     )
     assert re.search(
@@ -953,10 +993,7 @@ def test_tools_whose_calls_nobody_reads(model: Path, tmp_path: Path) -> None:
         report = run(model, f"{TASKSET}.path={tmp_path}/rows.jsonl", *changes)
         return any("calls of them stay text in the answers" in w for w in report.warnings)
 
-    engine = "explorer.rollout_model"
-    assert warned() and not warned(
-        f"{engine}.enable_auto_tool_choice=true", f"{engine}.tool_call_parser=hermes"
-    )
+    assert warned() and not warned("explorer.rollout_model.tool_call_parser=hermes")
     assert not warned(f"{TASKSET}.default_workflow_type=tool_workflow")
 
 

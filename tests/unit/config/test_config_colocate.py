@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from rft.config.load import load
-from rft.config.memory_estimate import CUDA_CONTEXT, estimate, too_much
-from rft.config.memory_shared import phases
-from rft.config.model_folder import ModelShape
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
 from rft.errors import ConfigError, ConfigErrors
 from rft.launch.cluster import placement
+from rft.preflight.memory_estimate import estimate, too_much
+from rft.preflight.memory_shared import phases
+from rft.preflight.memory_terms import CUDA_CONTEXT
+from rft.preflight.model_folder import ModelShape
 
 FILE = Path(__file__).parent / "data" / "good" / "short.yaml"
 
@@ -39,7 +40,12 @@ def test_one_gpu_is_named_where_the_mode_was_not_chosen() -> None:
 def test_both_sides_have_all_cores_and_never_at_the_same_time() -> None:
     made = plan()
     assert (made.engines[0].cpu_threads, made.learner.cpu_threads) == (4, 4)
-    assert (made.sync.style, made.sync.interval, made.sync.offset, made.staleness_bound) == (
+    assert (
+        made.schedule.style,
+        made.schedule.interval,
+        made.schedule.offset,
+        made.staleness_bound,
+    ) == (
         "fixed",
         1,
         0,
@@ -70,7 +76,11 @@ def test_what_overlaps_is_refused(override: str) -> None:
 
 def test_a_window_is_sampled_whole_before_its_first_step() -> None:
     made = plan("synchronizer.sync_interval=3")
-    assert (made.sync.in_turns, made.sync.interval, made.trainer.require_batches) == (True, 3, 3)
+    assert (made.sync_runtime.in_turns, made.schedule.interval, made.trainer.require_batches) == (
+        True,
+        3,
+        3,
+    )
 
 
 @pytest.mark.parametrize(("tp", "engines"), [(1, 4), (2, 2)])
@@ -94,7 +104,7 @@ def test_several_machines_are_a_ray_that_is_there() -> None:
     several = ("cluster.node_num=2", "synchronizer.sync_method=checkpoint")
     made = plan(*several, "cluster.gpu_per_node=2", "explorer.rollout_model.engine_num=4")
     assert made.cluster.ray_address == "auto" and any(
-        "other nodes" in d.why for d in made.derived if d.key == "cluster.ray_address"
+        "other nodes" in d.reason for d in made.derived if d.key == "cluster.ray_address"
     )
     assert (
         plan(
@@ -114,7 +124,7 @@ def test_adapters_that_travel_alone_need_the_base_model_kept() -> None:
 def test_one_gpu_is_shared_by_itself() -> None:
     made = resolve(load(FILE, []), Facts(cpus=4, gpus=1))
     assert made.mode == "colocate" and any(
-        d.key == "mode" and "one GPU" in d.why for d in made.derived
+        d.key == "mode" and "one GPU" in d.reason for d in made.derived
     )
     for overrides, gpus in (([], 2), ([], 0), (["trainer.device=cpu"], 1)):
         assert resolve(load(FILE, overrides), Facts(cpus=4, gpus=gpus)).mode == "both"
@@ -167,5 +177,5 @@ def test_check_plans_the_memory_of_both_phases() -> None:
     assert too_much(tuple(roles.values()), made, ram=None, gpu_memory=gpu) == []
     greedy = plan("explorer.rollout_model.gpu_memory_utilization=0.9", gpus=1)
     found = estimate(greedy, shape, gpu_memory=gpu)
-    (said,) = too_much((*found, *phases(greedy, found)), greedy, ram=None, gpu_memory=gpu)
-    assert "shared GPU, exploring" in said and "gpu_memory_utilization" in said
+    (excess,) = too_much((*found, *phases(greedy, found)), greedy, ram=None, gpu_memory=gpu)
+    assert "shared GPU, exploring" in excess.message and "gpu_memory_util" in excess.message

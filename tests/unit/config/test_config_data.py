@@ -12,7 +12,7 @@ import pytest
 from rft.config.load import from_dict
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
-from rft.errors import ConfigError
+from rft.errors import ConfigError, ConfigErrors
 
 DATA = "buffer.trainer_input.experience_buffer"
 EXPERT = "buffer.trainer_input.auxiliary_buffers.sft"
@@ -61,11 +61,6 @@ def idle(plan: Plan) -> set[str]:
         ({"capacity": 3, "durability": "power"}, {"capacity", "durability"}),
         ({"replay_buffer": {"enable": True}}, {"replay_buffer"}),
         ({"format": {"chosen_key": "better"}}, {"format.chosen_key"}),
-        ({"format": {"messages_key": "chat"}}, {"format.messages_key"}),
-        (
-            {"format": {"prompt_type": "messages", "messages_key": "chat", "prompt_key": "q"}},
-            {"format.prompt_key"},
-        ),
         (
             {
                 "format": {
@@ -81,6 +76,20 @@ def idle(plan: Plan) -> set[str]:
 def test_what_is_not_read_of_chats_is_said(keys: dict[str, Any], without: set[str]) -> None:
     for plan, at in ((given("sft", keys), DATA), (mixed(keys), EXPERT)):
         assert idle(plan) == {f"{at}.{name}" for name in without}
+
+
+@pytest.mark.parametrize(
+    ("keys", "unread", "other"),
+    [
+        ({"messages_key": "chat"}, "messages_key", "messages"),
+        ({"prompt_type": "messages", "prompt_key": "q"}, "prompt_key", "plaintext"),
+    ],
+)
+def test_the_column_of_another_prompt_type_is_refused(
+    keys: dict[str, Any], unread: str, other: str
+) -> None:
+    with pytest.raises(ConfigErrors, match=rf"format\.{unread}: belongs to prompt_type {other}; "):
+        given("sft", {"format": keys})
 
 
 def test_what_only_one_of_them_reads() -> None:
@@ -122,7 +131,7 @@ def test_rows_are_read_from_no_storage(keys: dict[str, Any], why: str) -> None:
 
 def test_an_expert_s_rows_have_no_tasks() -> None:
     with pytest.raises(
-        ConfigError, match=r"sft\.format\.workflow_key: has no meaning here: is for tasks"
+        ConfigError, match=r"sft\.format\.workflow_key: .*is for tasks|workflow_key: unknown key"
     ):
         mixed({"format": {"workflow_key": "w"}})
     assert Path(mixed({}).expert.rows.path).name == "answers"  # type: ignore[union-attr]

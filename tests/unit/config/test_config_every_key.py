@@ -20,9 +20,9 @@ from pydantic.fields import FieldInfo
 from rft.config.load import from_dict
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
-from rft.config.schema.model_section import ExternalModelConfig, ExternalPolicyConfig
 from rft.config.schema.root import RunConfig
 from rft.config.schema.walk import literals, models
+from rft.engine.settings import ExternalModelConfig, ExternalPolicyConfig
 from rft.errors import ConfigError, ConfigErrors
 from tests.helpers.rows import for_each
 
@@ -58,7 +58,6 @@ ITEMS: dict[str, dict[str, Any]] = {  # what an entry of a list needs at least
     "buffer.trainer_input.auxiliary_buffers.mine": {"path": "rows.jsonl"},
 }
 GPUS = {"cluster.gpu_per_node": 4}
-SIDES = ("synchronizer.explorer_sync_interval", "synchronizer.trainer_sync_interval")
 TASKSETS = (f"{IN}.taskset", f"{IN}.tasksets[0]", f"{IN}.eval_tasksets[0]")
 OFF_POLICY = (
     "top_p",
@@ -82,21 +81,15 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
         "algorithm.algorithm_type": "ppo",
         "algorithm.repeat_times": 1,
     },
-    "explorer.rollout_model.max_prompt_tokens": {
-        "model.max_prompt_tokens": None,
-        "model.max_model_len": 96,
-    },
-    "explorer.rollout_model.max_response_tokens": {
-        "model.max_response_tokens": None,
-        "model.max_model_len": 96,
-    },
     "cluster.node_num": {"synchronizer.sync_method": "checkpoint"},
+    "algorithm.optimizer.momentum": {"algorithm.optimizer.optimizer_type": "sgd"},
+    "trainer.critic.optimizer.momentum": {"trainer.critic.optimizer.optimizer_type": "sgd"},
     "explorer.over_rollout.ratio": {"buffer.on_short_batch": "train"},
     "explorer.max_inflight_batches": {"synchronizer.sync_style": "fully_async"},
     "synchronizer.staleness_threshold": {"synchronizer.sync_style": "fully_async"},
-    "synchronizer.bucketed_broadcast": {"synchronizer.sync_method": "nccl"},
-    "synchronizer.overlap_broadcast_and_load": {"synchronizer.sync_method": "nccl"},
-    "synchronizer.bucket_size_mb": {"synchronizer.sync_method": "nccl"},
+    "synchronizer.nccl.bucketed_broadcast": {"synchronizer.sync_method": "nccl"},
+    "synchronizer.nccl.overlap_broadcast_and_load": {"synchronizer.sync_method": "nccl"},
+    "synchronizer.nccl.bucket_size_mb": {"synchronizer.sync_method": "nccl"},
     "synchronizer.require_batches": {
         "synchronizer.sync_style": "fully_async",
         "synchronizer.sync_interval": 4,
@@ -121,11 +114,6 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     # evaluation inherits it
     "model.prompt_truncation_side": {"model.enable_prompt_truncation": False},
     **{
-        f"{t}.{n}": {f"{t}.reader_path": "rows.py", f"{t}.reader_name": "Rows"}
-        for t in (*TASKSETS, "data_processor.task_pipeline.output")
-        for n in ("reader_path", "reader_name")
-    },
-    **{
         f"{t}.data_selector.feature_keys": {
             f"{t}.data_selector.selector_type": "offline_easy2hard",
             f"{t}.data_selector.feature_keys": ["level"],
@@ -143,10 +131,6 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "model.top_k": {f"{IN}.tasksets[0].rollout_args.top_k": -1},
     "model.repetition_penalty": {f"{IN}.tasksets[0].rollout_args.repetition_penalty": 1.0},
     "model.min_response_tokens": {f"{IN}.tasksets[0].rollout_args.min_tokens": 0},
-    "explorer.rollout_model.repetition_penalty": {
-        f"{IN}.tasksets[0].rollout_args.repetition_penalty": 1.0
-    },
-    "explorer.rollout_model.min_response_tokens": {f"{IN}.tasksets[0].rollout_args.min_tokens": 0},
     "buffer.total_tasks": {"buffer.total_steps": None},
     **{
         f"{REPLAY}.{name}": {f"{REPLAY}.enable": True}
@@ -163,20 +147,11 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "trainer.enable_activation_offload": {"trainer.enable_gradient_checkpointing": True},
     "trainer.ref.param_offload": GPUS,
     "trainer.ref.use_dynamic_bsz": {"trainer.ref.log_prob_micro_batch_size_per_gpu": 4},
-    "trainer.use_fused_kernels": {**GPUS, "trainer.fused_kernel_backend": "triton"},
-    "trainer.fused_kernel_backend": {**GPUS, "trainer.use_fused_kernels": True},
+    "trainer.fused_kernel_backend": GPUS,
     "explorer.rollout_model.device": GPUS,
     "explorer.rollout_model.enforce_eager": GPUS,
     f"{AUX}.device": GPUS,
     f"{AUX}.enforce_eager": GPUS,
-    **{
-        f"{m}.tool_call_parser": {
-            f"{m}.enable_auto_tool_choice": True,
-            f"{m}.tool_call_parser": "hermes",
-        }
-        for m in SERVED
-    },
-    **{f"{m}.enable_auto_tool_choice": {f"{m}.tool_call_parser": "hermes"} for m in SERVED},
     **{
         f"{AUX}.external_model_config.{n}": {f"{AUX}.engine_type": "external"}
         for n in ExternalModelConfig.model_fields
@@ -211,10 +186,10 @@ VALUES: dict[str, Any] = {
     "algorithm.entropy_loss_fn": "none",
     "algorithm.entropy_loss_fn_args": {"entropy_coef": 0.1},
     "explorer.env_vars": {"OTHER": "1"},
-    "data_processor.experience_pipeline.inputs": {"other": "rows.jsonl"},
     "data_processor.experience_pipeline.operators[0].name": "reward_std_filter",
     "data_processor.experience_pipeline.operators[0].args": {"threshold": 0.5},
 }
+VALUES["explorer.serve.reward_range"] = [0.0, 1.0]
 VALUES |= {f"{t}.data_selector.selector_type": "shuffle" for t in TASKSETS}
 BESIDE |= {
     f"model.external_model.{n}": {
@@ -223,7 +198,7 @@ BESIDE |= {
     }
     for n in ExternalPolicyConfig.model_fields
 }
-SERVERS = ("model.external_model", *(f"{m}.external_model_config" for m in SERVED))
+SERVERS = ("model.external_model", *(f"{m}.external_model_config" for m in (AUX,)))
 VALUES |= {f"{s}.{n}": {"other": "1"} for s in SERVERS for n in ("headers", "header_envs")}
 VALUES |= {f"{t}.data_selector.kwargs": {"m": 8} for t in TASKSETS[:2]}
 VALUES |= {
@@ -238,12 +213,9 @@ SAME_PLAN: dict[str, str] = {  # keys of which no other value is accepted, and w
         for taskset in ("taskset", "tasksets[0]")
         for name in OFF_POLICY
     },
-    "trainer.trainer_type": "has one value",
-    "model.lora_configs[0].lora_dtype": "has two names of one value",
     f"{IN}.eval_tasksets[0].data_selector.kwargs": "the selectors that evaluation takes have no "
     "arguments",
     "data_processor.task_pipeline.config_path": "names a file, see test_config_tasksets.py",
-    **dict.fromkeys(SIDES, "with sync_style fixed the two go together, see below"),
     f"{DATA}.data_selector.feature_keys": "no order of rows that are trained on takes them",
     f"{DATA}.data_selector.kwargs": "no order of rows that are trained on takes them",
 }
@@ -254,9 +226,8 @@ def fields(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tup
     for name, field in model.model_fields.items():
         yield prefix + name, field
         for inner, mark in models(field.annotation):
-            yield from fields(
-                inner, prefix + name + {"": "", "[]": "[0]", ".*": ".mine"}[mark] + "."
-            )
+            below = prefix + name + {"": "", "[]": "[0]", ".*": ".mine"}[mark] + "."
+            yield from ((k, f) for k, f in fields(inner, below))
 
 
 FIELDS = dict(fields())
@@ -265,6 +236,11 @@ OF_A_DATA_SET = tuple(
     for name in ("split", "eval_split", "subset_name", "format", "data_selector", "filter_overlong")
 )
 BESIDE |= {key: DATA_SET for key in FIELDS if key.startswith(OF_A_DATA_SET)}
+BESIDE |= {
+    key: {**BESIDE.get(key, {}), key.replace("messages_key", "prompt_type"): "messages"}
+    for key in FIELDS
+    if key.endswith(".format.messages_key")
+}
 BESIDE["buffer.trainer_input.replay_run"] = {"mode": "train", "trainer.total_steps": 5}
 BESIDE["trainer.eval_interval"] = {**DATA_SET, f"{DATA}.eval_split": "test"}
 
@@ -310,7 +286,7 @@ def plan(values: dict[str, Any]) -> Plan:
     that it has no effect.
     """
     found = resolve(from_dict(copy.deepcopy(values)), FACTS)
-    return replace(found, monitor=replace(found.monitor, config={}), derived=())
+    return replace(found, tracked_run=replace(found.tracked_run, config={}), derived=())
 
 
 def kinds(annotation: Any) -> set[Any]:
@@ -396,7 +372,7 @@ def fits(field: FieldInfo, value: Any) -> bool:
 
 def refused_whole(error: ConfigError, key: str) -> bool:
     """Whether `error` refuses `key`, or a section around it, whatever the value."""
-    return f"{key}.".startswith(f"{error.key}.") and "has no meaning here" in str(error)
+    return f"{key}.".startswith(f"{error.key}.") and "leave it out" in str(error)
 
 
 @for_each("key", FIELDS)
@@ -411,7 +387,7 @@ def test_a_bad_value_is_refused_with_its_path(key: str) -> None:
 @for_each("key", [k for k in FIELDS if k.startswith(f"{AUXILIARY}.")])
 def test_a_buffer_that_nothing_reads_is_refused(key: str) -> None:
     """What sample_strategy mix makes of one: tests/integration/test_expert_rows.py."""
-    with pytest.raises(ConfigError, match=rf"{re.escape(AUXILIARY)}.*has no meaning here"):
+    with pytest.raises(ConfigError, match=rf"{re.escape(AUXILIARY)}.*leave it out"):
         plan(written(key))
 
 
@@ -461,15 +437,6 @@ def test_what_bends_the_distribution_is_refused_for_training(key: str) -> None:
                 ),
             )
         )
-
-
-def test_the_intervals_of_the_two_sides_go_together() -> None:
-    for key in SIDES:
-        with pytest.raises(ConfigError, match="both sides have the same interval"):
-            plan(written(key, 2))
-    both = written(SIDES[0], 2)
-    _put(both, SIDES[1], 2)
-    assert plan(both).sync.interval == 2
 
 
 def test_exceptions_are_keys() -> None:

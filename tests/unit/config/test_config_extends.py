@@ -91,22 +91,6 @@ def test_null_and_empty(tmp_path: Path) -> None:
     assert c.algorithm.repeat_times is None and c.algorithm.optimizer.lr == 1e-5
 
 
-@pytest.mark.extra
-def test_verls_spelling_in_the_base_gives_way(tmp_path: Path) -> None:
-    write(tmp_path, base=BASE + "trainer: {trainer_config: {actor: {grad_clip: 0.5}}}\n")
-    assert (
-        load(
-            write(tmp_path, run="extends: base.yaml\ntrainer: {grad_clip: 0.7}\n")
-        ).trainer.grad_clip
-        == 0.7
-    )
-    other = "extends: base.yaml\ntrainer: {trainer_config: {actor: {grad_clip: 0.8}}}\n"
-    c = load(write(tmp_path, run=other))
-    assert c.trainer.grad_clip == 0.8 and c.source.where(("trainer", "grad_clip")).startswith(
-        "line 2, as trainer.trainer_config"
-    )
-
-
 def test_a_cycle_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path, a="extends: b.yaml\n", b="extends: c.yaml\n", c="extends: a.yaml\n")
     with pytest.raises(
@@ -139,16 +123,11 @@ def test_depth(tmp_path: Path) -> None:
         ("extends: big.yaml\n", "at most 1,048,576"),
         ("extends: broken.yaml\n", r"broken.yaml, line 3"),
         ("extends: wrong.yaml\n", r"given 'many'; must be a whole number .*\(wrong.yaml line 1\)"),
-        (
-            "extends: alias.yaml\n",
-            r"trainer.trainer_config.actor.no: unknown key.*\(alias.yaml line 1\)",
-        ),
     ],
 )
 def test_what_is_wrong_in_a_base_is_named(text: str, message: str, tmp_path: Path) -> None:
     big = "# " + "x" * yamlfile.MAX_BYTES
     wrong = "buffer: {batch_size: many}\n"
-    alias = "trainer: {trainer_config: {actor: {no: 1}}}\n"
     with pytest.raises(ConfigError, match=message):
         load(
             write(
@@ -157,7 +136,6 @@ def test_what_is_wrong_in_a_base_is_named(text: str, message: str, tmp_path: Pat
                 big=big,
                 broken="a: 1\nb: [\n",
                 wrong=wrong,
-                alias=alias,
                 run=text,
             )
         )

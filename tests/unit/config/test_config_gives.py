@@ -4,12 +4,14 @@ that can be known.
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rft.config.verify import check
+from rft.preflight.check import check
 
 TINY = Path(__file__).parents[3] / "examples" / "tiny" / "config.yaml"
 TASKSET = "buffer.explorer_input.taskset"
@@ -41,6 +43,7 @@ def errors(tiny_model: Path, *more: str) -> list[str]:
     options = (
         f"model.model_path={tiny_model}",
         f"buffer.explorer_input.default_reward_fn_type={reward}",
+        *(["buffer.explorer_input.eval_tasksets=[]"] if reward == "null" else []),
         *more,
     )
     return [
@@ -120,9 +123,37 @@ def test_what_a_workflow_has_to_give(
     assert (len(found), says.lower() in str(found).lower()) == (bool(says), True), found
 
 
+@pytest.mark.extra("migrate")
 def test_names_that_are_not_offered_are_told_what_to_do(tiny_model: Path) -> None:
     (error,) = errors(tiny_model, f"{TASKSET}.default_workflow_type=webshop_workflow")
     assert "derive from EnvWorkflow" in error and TASKSET in error
+
+
+WEIGHTED = (
+    f"{TASKSET}.default_reward_fn_type=weighted_reward",
+    f"{TASKSET}.reward_fn_args={{rewards: {{exact: {{reward: exact_answer}}}}}}",
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ((), "algorithm.advantage_fn: reads reward parts, and the reward exact_answer"),
+        (WEIGHTED, ""),
+        ((*WEIGHTED, "algorithm.advantage_fn_args.weights={exact: 2.0}"), ""),
+        (
+            (*WEIGHTED, "algorithm.advantage_fn_args.weights={format: 1.0}"),
+            "algorithm.advantage_fn_args: format is no part of the reward weighted_reward of "
+            "taskset copy, which has exact",
+        ),
+        (("algorithm.advantage_fn=grpo",), ""),
+    ],
+)
+def test_reward_parts_come_with_the_reward(
+    more: tuple[str, ...], message: str, tiny_model: Path
+) -> None:
+    found = errors(tiny_model, "algorithm.algorithm_type=gdpo", *more)
+    assert (len(found), message in str(found)) == (bool(message), True), found
 
 
 @pytest.mark.extra
@@ -142,3 +173,98 @@ def test_a_service_has_what_clients_post(algorithm: str, says: str, tiny_model: 
         "algorithm.repeat_times=2",
     )
     assert len(found) == bool(says) and all(says in e for e in found), found
+
+
+DISTILLS = f"{TASKSET}.default_workflow_type=on_policy_distill_workflow"
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_teacher_with_another_tokenizer_is_refused(
+    tiny_model: Path, tmp_path: Path, same: bool
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    if not same:
+        file = other / "tokenizer.json"
+        tokenizer = json.loads(file.read_text())
+        vocab = tokenizer["model"]["vocab"]
+        vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+        file.write_text(json.dumps(tokenizer))
+    teacher = TEACHER.replace("MODEL", str(other))
+    found = errors(tiny_model, "algorithm.algorithm_type=jsd", DISTILLS, teacher)
+    assert bool(found) != same and all(
+        "auxiliary model teacher has another tokenizer than the policy (token" in text
+        and "use a teacher of the policy's family" in text
+        for text in found
+    ), found
+
+
+@pytest.mark.parametrize("name", ["opsd", "sdft", "sdpo"])
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ((), ""),
+        (("model.temperature=0.7",), ""),
+        (("explorer.rollout_model.engine_type=vllm",), ""),
+        (
+            ("model.temperature=0.7", "explorer.rollout_model.engine_type=vllm"),
+            "vllm scores given tokens at temperature 1 only",
+        ),
+        ((f"{TASKSET}.workflow_args.teacher=start",), "{name: start, model_path: ...}"),
+        ((f"{TASKSET}.workflow_args.teacher=start", TEACHER), "the models are teacher"),
+        ((f"{TASKSET}.workflow_args.teacher=ema", TEACHER), "No moving average of the policy"),
+        ((f"{TASKSET}.workflow_args.teacher=teacher", TEACHER), ""),
+        ((f"{TASKSET}.workflow_args.told=nothing",), "must have"),
+        (("algorithm.policy_loss_fn_args.k=259",), ""),
+        (
+            ("algorithm.policy_loss_fn_args.k=260",),
+            "algorithm.policy_loss_fn_args.k: is 260, and the model's vocabulary has 259 tokens",
+        ),
+        (("algorithm.policy_loss_fn_args.k=0",), "greater than or equal to 1"),
+    ],
+)
+def test_who_teaches_a_policy_that_is_told_more(
+    tiny_model: Path, name: str, more: tuple[str, ...], says: str
+) -> None:
+    workflow = f"{TASKSET}.default_workflow_type={name}_workflow"
+    options = (workflow, "model.max_model_len=300", *more)
+    found = errors(tiny_model, f"algorithm.algorithm_type={name}", *options)
+    assert bool(found) == bool(says) and says in str(found), found
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("explorer.auxiliary_models=[{name: self, model_path: MODEL}]",), "self is the policy's"),
+        ((f"{TASKSET}.workflow_args.teacher=self",), "its prompt is the student's"),
+    ],
+)
+def test_the_policy_has_one_name_as_a_teacher(
+    tiny_model: Path, more: tuple[str, ...], says: str
+) -> None:
+    found = errors(tiny_model, "algorithm.algorithm_type=jsd", DISTILLS, TEACHER, *more)
+    assert says in str(found), found
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ((), ""),
+        (("model.max_prompt_tokens=20",), "model.max_model_len: is 21 for the teacher of"),
+        (("model.max_prompt_tokens=20", "model.max_model_len=90"), ""),
+        (
+            (
+                f"{TASKSET}.workflow_args.teacher=teacher",
+                TEACHER.replace("engine_type", "max_model_len: 30, engine_type"),
+            ),
+            "explorer.auxiliary_models: is 30 for the teacher",
+        ),
+    ],
+)
+def test_the_teachers_longer_prompt_has_to_fit(
+    tiny_model: Path, more: tuple[str, ...], says: str
+) -> None:
+    told = f"{TASKSET}.workflow_args.told='{{prompt}}, and the answer is known: {{truth}}'"
+    workflow = f"{TASKSET}.default_workflow_type=opsd_workflow"
+    found = errors(tiny_model, "algorithm.algorithm_type=opsd", workflow, told, *more)
+    assert bool(found) == bool(says) and says in str(found), found

@@ -12,10 +12,10 @@ import pytest
 from rft.config.context import Problems
 from rft.config.load import load
 from rft.config.plan import Facts, Plan
-from rft.config.plan_checks import advise
 from rft.config.resolve import resolve
 from rft.errors import ConfigError
 from rft.launch.membership import differences
+from rft.preflight.plan_checks import advise
 
 FILE = Path(__file__).parent / "data" / "good" / "short.yaml"
 RAY = "cluster.ray_address=auto"
@@ -40,7 +40,7 @@ def test_both_join_a_ray_that_is_there(mode, other):
     )
     made = plan(f"mode={mode}")
     assert made.cluster.ray_address == "auto" and any(
-        f"mode: {other}" in d.why for d in made.derived
+        f"mode: {other}" in d.reason for d in made.derived
     )
     assert made.trainer.total_steps == plan().trainer.total_steps
     assert made.explorer.tasksets == plan().explorer.tasksets
@@ -54,14 +54,14 @@ def test_each_explorer_says_how_many_workers_its_engines_have():
         f"{ENGINES}.engine_num=3",
         f"{ENGINES}.tensor_parallel_size=2",
     )
-    assert made.sync.workers == (2, 2, 2)
+    assert made.sync_runtime.workers == (2, 2, 2)
 
 
 def test_engines_stand_still_for_a_trainer_on_the_same_cpus():
-    assert plan().sync.shares_cores
+    assert plan().sync_runtime.shares_cores
     assert not plan(
         "synchronizer.sync_method=checkpoint", "cluster.node_num=2", RAY
-    ).sync.shares_cores
+    ).sync_runtime.shares_cores
 
 
 def test_they_meet_where_the_run_is():
@@ -141,7 +141,7 @@ def test_a_service_and_its_trainer_can_be_two_processes():
     trainer = plan("mode=train", apart)
     assert (whole.joins, service.joins, trainer.joins) == (False, True, False)
     assert (whole.trains, service.trains, trainer.trains) == (True, False, True)
-    assert service.serve == whole.serve and trainer.serve is None
+    assert service.serve.sampling == whole.serve.sampling and trainer.serve is None
     assert trainer.sync == service.sync == whole.sync and trainer.buffer == service.buffer
     assert (trainer.trainer.batch_groups, trainer.trainer.read_deadline_s) == (
         whole.trainer.batch_groups,

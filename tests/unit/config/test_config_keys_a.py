@@ -1,5 +1,5 @@
 """Keys of model, algorithm, trainer, cluster, monitor and log: a good value, a bad one with its
-path, and what is told as not active.
+path.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from rft.config.foreign import advice
-from rft.config.inert import listed
+from rft.config.hints import key_hint
 from rft.config.load import load
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
-from rft.errors import ConfigError, ConfigErrors
+from rft.errors import ConfigError
 
 FILE = Path(__file__).parent / "data" / "good" / "short.yaml"
 
@@ -23,109 +22,86 @@ def plan(*overrides: str) -> Plan:
     return resolve(load(FILE, overrides), Facts(cpus=4, gpus=0))
 
 
-ALWAYS = ("use_remove_padding", "balance_batch", "entropy_chunking", "entropy_checkpointing")
-ACTIVE = "active"
-REFUSED = "refused: it has no meaning"
-IDLE = "a run warns that it has none"
-KEYS = [  # key, good value, bad value, what a run does with the good one
-    ("model.tokenizer_path", "tok", "[1]", ACTIVE),
-    ("model.critic_model_path", "critic", "[1]", ACTIVE),
-    ("model.external_lib", "my.module", "[1]", ACTIVE),
-    ("model.override_config", "{attention_dropout: 0.1}", "3", ACTIVE),
-    ("model.enable_prompt_truncation", "true", "maybe", ACTIVE),
-    ("model.enable_prompt_truncation", "false", "maybe", ACTIVE),
-    ("model.prompt_truncation_side", "Left", "up", ACTIVE),
-    ("model.rope_scaling", "{rope_type: yarn, factor: 4}", "yarn", ACTIVE),
-    ("model.rope_theta", "1e6", "0", ACTIVE),
-    ("algorithm.loss_scale_factor", "512", "0", ACTIVE),
-    ("algorithm.compute_prox_logprobs", "true", "maybe", ACTIVE),
-    ("algorithm.sample_strategy", "default", "[1]", ACTIVE),
-    ("algorithm.sample_strategy", "staleness_control", "[1]", ACTIVE),
-    ("algorithm.sample_strategy", "group_best", "[1]", ACTIVE),  # mix: test_expert_rows.py
-    ("algorithm.rollout_correction.rollout_is", "Token", "tokens", ACTIVE),
-    ("algorithm.rollout_correction.rollout_is_threshold", "3", "0", ACTIVE),
-    ("algorithm.optimizer.num_cycles", "1.5", "0", ACTIVE),
-    ("algorithm.optimizer.lr_scheduler_type", "Linear", "exponential", ACTIVE),
-    ("algorithm.optimizer.optimizer_type", "sgd", "lion", ACTIVE),
-    ("trainer.ppo_epochs", "2", "0", ACTIVE),
-    ("trainer.shuffle_minibatches", "true", "maybe", ACTIVE),
-    ("trainer.data_seed", "7", "-1", ACTIVE),
-    *((f"trainer.{name}", "true", "maybe", ACTIVE) for name in ALWAYS),
-    *((f"trainer.{name}", "false", "maybe", ACTIVE) for name in ALWAYS),
-    ("trainer.fix_actor_microbatch_loss_scale", "true", "1.5", ACTIVE),
-    ("trainer.fix_actor_microbatch_loss_scale", "false", "1.5", IDLE),
-    ("trainer.enable_preview", "true", "maybe", IDLE),
-    ("trainer.use_fused_kernels", "true", "maybe", ACTIVE),
+ALWAYS = ("balance_batch", "entropy_chunking", "entropy_checkpointing")
+KEYS = [  # key, good value, bad value
+    ("model.tokenizer_path", "tok", "[1]"),
+    ("model.critic_model_path", "critic", "[1]"),
+    ("model.external_lib", "my.module", "[1]"),
+    ("model.override_config", "{attention_dropout: 0.1}", "3"),
+    ("model.enable_prompt_truncation", "true", "maybe"),
+    ("model.enable_prompt_truncation", "false", "maybe"),
+    ("model.prompt_truncation_side", "Left", "up"),
+    ("model.rope_scaling", "{rope_type: yarn, factor: 4}", "yarn"),
+    ("model.rope_theta", "1e6", "0"),
+    ("algorithm.loss_scale_factor", "512", "0"),
+    ("algorithm.compute_prox_logprobs", "true", "maybe"),
+    ("algorithm.sample_strategy", "default", "[1]"),
+    ("algorithm.sample_strategy", "staleness_control", "[1]"),
+    ("algorithm.sample_strategy", "group_best", "[1]"),  # mix: test_expert_rows.py
+    ("algorithm.rollout_correction.rollout_is", "Token", "tokens"),
+    ("algorithm.rollout_correction.rollout_is_threshold", "0.5_5.0", "0"),
+    ("algorithm.optimizer.num_cycles", "1.5", "0"),
+    ("algorithm.optimizer.lr_scheduler_type", "Linear", "exponential"),
+    ("algorithm.optimizer.optimizer_type", "sgd", "lion"),
+    ("trainer.ppo_epochs", "2", "0"),
+    ("trainer.shuffle_minibatches", "true", "maybe"),
+    ("trainer.data_seed", "7", "-1"),
+    *((f"trainer.{name}", "true", "maybe") for name in ALWAYS),
+    *((f"trainer.{name}", "false", "maybe") for name in ALWAYS),
     *(
-        (f"trainer.{name}", "true", "maybe", ACTIVE)
+        (f"trainer.{name}", "true", "maybe")
         for name in (
-            "param_offload",
-            "optimizer_offload",
-            "grad_offload",
             "offload_policy",
             "use_liger",
             "use_torch_compile",
         )
     ),
-    ("trainer.fused_kernel_backend", "triton", "cuda", ACTIVE),
-    ("trainer.ulysses_sequence_parallel_size", "1", "0", ACTIVE),
-    ("trainer.fsdp_size", "1", "-2", ACTIVE),
-    ("trainer.log_prob_micro_batch_size_per_gpu", "4", "0", ACTIVE),
-    ("trainer.log_prob_max_token_len_per_gpu", "4096", "0", ACTIVE),
-    ("trainer.save_strategy", "single_thread", "double", IDLE),
-    ("trainer.checkpoint.save_contents", "[model, hf_model]", "[weights]", ACTIVE),
-    ("trainer.checkpoint.load_contents", "[model]", "[weights]", ACTIVE),
-    ("trainer.critic.optimizer.lr", "2e-5", "0", ACTIVE),
-    ("trainer.critic.optimizer.lr_warmup_steps", "5", "many", ACTIVE),
-    ("trainer.critic.optimizer.lr_warmup_steps_ratio", "0.1", "2", ACTIVE),
-    ("trainer.critic.optimizer.lr_scheduler_type", "cosine", "exponential", ACTIVE),
-    ("trainer.critic.optimizer.weight_decay", "0.1", "-1", ACTIVE),
-    ("trainer.critic.micro_batch_size_per_gpu", "4", "0", ACTIVE),
-    ("trainer.critic.max_token_len_per_gpu", "4096", "0", ACTIVE),
-    ("trainer.critic.forward_micro_batch_size_per_gpu", "4", "0", ACTIVE),
-    ("trainer.critic.forward_max_token_len_per_gpu", "4096", "0", ACTIVE),
-    ("trainer.critic.use_dynamic_bsz", "true", "maybe", ACTIVE),
-    ("trainer.critic.use_remove_padding", "false", "maybe", ACTIVE),
-    ("trainer.critic.enable_gradient_checkpointing", "true", "maybe", ACTIVE),
-    ("trainer.critic.param_offload", "true", "maybe", ACTIVE),
-    ("trainer.critic.optimizer_offload", "true", "maybe", ACTIVE),
-    ("trainer.critic.grad_clip", "0.5", "0", ACTIVE),
-    ("trainer.critic.cliprange_value", "0.2", "0", ACTIVE),
-    ("trainer.critic.ppo_epochs", "2", "0", ACTIVE),
-    ("trainer.ref.param_offload", "true", "maybe", ACTIVE),
-    ("trainer.ref.reshard_after_forward", "false", "maybe", ACTIVE),
-    ("trainer.ref.log_prob_micro_batch_size_per_gpu", "16", "0", ACTIVE),
-    ("trainer.ref.use_dynamic_bsz", "true", "maybe", ACTIVE),
-    ("trainer.ref.max_token_len_per_gpu", "4096", "0", ACTIVE),
-    ("trainer.profiler.steps", "[1, 5]", "[first]", ACTIVE),
-    ("trainer.profiler.discrete", "true", "maybe", ACTIVE),
-    ("trainer.profiler.all_ranks", "true", "maybe", ACTIVE),
-    ("trainer.profiler.ranks", "[0]", "[first]", ACTIVE),
-    ("cluster.actor_start_timeout", "60", "0", ACTIVE),
-    ("cluster.stall_timeout", "null", "0.5", ACTIVE),
-    ("cluster.ray_init.num_cpus", "4", "0", ACTIVE),
-    ("monitor.log_eval_samples", "5", "-1", ACTIVE),
-    ("monitor.eval_dump_dir", "dumps", "[1]", ACTIVE),
-    ("monitor.detailed_stats", "true", "maybe", ACTIVE),
-    ("monitor.enable_ray_timeline", "true", "maybe", ACTIVE),
-    ("log.group_by_node", "true", "maybe", ACTIVE),
+    ("trainer.fused_kernel_backend", "torch", "cuda"),
+    ("trainer.ulysses_sequence_parallel_size", "1", "0"),
+    ("trainer.fsdp_size", "1", "-2"),
+    ("trainer.log_prob_micro_batch_size_per_gpu", "4", "0"),
+    ("trainer.log_prob_max_token_len_per_gpu", "4096", "0"),
+    ("trainer.checkpoint.save_contents", "[model, hf_model]", "[weights]"),
+    ("trainer.checkpoint.load_contents", "[model]", "[weights]"),
+    ("trainer.critic.optimizer.lr", "2e-5", "0"),
+    ("trainer.critic.optimizer.lr_warmup_steps", "5", "many"),
+    ("trainer.critic.optimizer.lr_warmup_steps_ratio", "0.1", "2"),
+    ("trainer.critic.optimizer.lr_scheduler_type", "cosine", "exponential"),
+    ("trainer.critic.optimizer.weight_decay", "0.1", "-1"),
+    ("trainer.critic.micro_batch_size_per_gpu", "4", "0"),
+    ("trainer.critic.max_token_len_per_gpu", "4096", "0"),
+    ("trainer.critic.forward_micro_batch_size_per_gpu", "4", "0"),
+    ("trainer.critic.forward_max_token_len_per_gpu", "4096", "0"),
+    ("trainer.critic.use_dynamic_bsz", "true", "maybe"),
+    ("trainer.critic.row_layout", "padded", "maybe"),
+    ("trainer.critic.enable_gradient_checkpointing", "true", "maybe"),
+    ("trainer.critic.offload_policy", "true", "maybe"),
+    ("trainer.critic.grad_clip", "0.5", "0"),
+    ("trainer.critic.cliprange_value", "0.2", "0"),
+    ("trainer.critic.ppo_epochs", "2", "0"),
+    ("trainer.ref.param_offload", "true", "maybe"),
+    ("trainer.ref.reshard_after_forward", "false", "maybe"),
+    ("trainer.ref.log_prob_micro_batch_size_per_gpu", "16", "0"),
+    ("trainer.ref.use_dynamic_bsz", "true", "maybe"),
+    ("trainer.ref.max_token_len_per_gpu", "4096", "0"),
+    ("trainer.profiler.steps", "[1, 5]", "[first]"),
+    ("trainer.profiler.discrete", "true", "maybe"),
+    ("trainer.profiler.all_ranks", "true", "maybe"),
+    ("trainer.profiler.ranks", "[0]", "[first]"),
+    ("cluster.actor_start_timeout", "60", "0"),
+    ("cluster.stall_timeout", "null", "0.5"),
+    ("cluster.ray_init.num_cpus", "4", "0"),
+    ("monitor.log_eval_samples", "5", "-1"),
+    ("monitor.eval_dump_dir", "dumps", "[1]"),
+    ("monitor.detailed_stats", "true", "maybe"),
+    ("monitor.enable_ray_timeline", "true", "maybe"),
+    ("log.group_by_node", "true", "maybe"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("key", "good", "bad", "state"), KEYS, ids=[f"{k}={g}" for k, g, _, _ in KEYS]
-)
-def test_keys(key: str, good: str, bad: str, state: str) -> None:
-    if state == REFUSED:
-        with pytest.raises(ConfigError, match=rf"{key}: has no meaning here".replace(".", r"\.")):
-            plan(f"{key}={good}")
-    else:
-        told = [
-            w
-            for w in plan(f"{key}={good}").warnings
-            if w.startswith(key) and "has no effect: " in w
-        ]
-        assert state == ACTIVE or len(told) == 1
+@pytest.mark.parametrize(("key", "good", "bad"), KEYS, ids=[f"{k}={g}" for k, g, _ in KEYS])
+def test_keys(key: str, good: str, bad: str) -> None:
+    plan(f"{key}={good}")
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         plan(f"{key}={bad}")
 
@@ -161,21 +137,6 @@ def test_keys(key: str, good: str, bad: str, state: str) -> None:
 def test_wrong_arguments_are_refused_with_their_path(overrides: tuple[str, ...], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"algorithm\.{key}: "):
         plan(*(f"algorithm.{o}" for o in overrides))
-
-
-def test_arguments_without_meaning_on_parts_that_are_active() -> None:
-    with pytest.raises(ConfigErrors) as caught:
-        plan(
-            "algorithm.advantage_fn_args={std_threshold: 0.1, duplicate_experiences: true, "
-            "std_cal_level: batch, rank_penalty: 0.2}",
-            "algorithm.kl_loss_fn=k2",
-            "algorithm.kl_loss_fn_args={adaptive: true, target_kl: 0.2, kl_coef: 0.01}",
-        )
-    assert [e.key for e in caught.value.errors] == [
-        "algorithm.advantage_fn_args.duplicate_experiences"
-    ]
-    told = plan("algorithm.algorithm_type=jsd", "algorithm.advantage_fn_args.chunk_size=8").warnings
-    assert any(w.startswith("algorithm.advantage_fn_args.chunk_size 8 has no effect") for w in told)
 
 
 def test_arguments_of_an_algorithm_reach_the_plan() -> None:
@@ -284,45 +245,21 @@ def test_a_group_of_one_is_fine_where_nothing_is_compared() -> None:
     assert any("group of one" in w for w in plan("algorithm.repeat_times=1").warnings)
 
 
-def test_names_stand_once() -> None:
-    told = [key for key, _ in listed()]
-    assert "algorithm.advantage_fn_args.duplicate_experiences of grpo" in told and len(told) == len(
-        set(told)
-    )
-
-
 # ---------------------------------------------------------------- aliases, cross-field rules, what
 # becomes active
 
 
-def test_warmup_style_is_the_older_name() -> None:
-    p = plan("algorithm.optimizer.warmup_style=cosine")
-    assert p.learner.optim.lr_scheduler_type == "cosine" and any(
-        "older name" in w for w in p.warnings
-    )
-    with pytest.raises(
-        ConfigError,
-        match=r"algorithm\.optimizer\.warmup_style: is cosine, but lr_scheduler_type is wsd",
-    ):
-        plan("algorithm.optimizer.warmup_style=cosine", "algorithm.optimizer.lr_scheduler_type=wsd")
-
-
 @pytest.mark.extra
-def test_trainers_of_other_names() -> None:
-    assert any("taken as fsdp2" in w for w in plan("trainer.trainer_strategy=fsdp").warnings)
-    assert (
-        plan("trainer.trainer_type=verl", "trainer.trainer_strategy=FSDP2").learner
-        == plan().learner
+def test_keys_of_other_tools_have_hints() -> None:
+    for key in ("trainer.trainer_type", "trainer.trainer_strategy"):
+        with pytest.raises(ConfigError, match=f"{key}.*the one trainer is FSDP2"):
+            plan(f"{key}=fsdp")
+    assert key_hint("trainer.use_remove_padding") == (
+        "not a key here: it is called trainer.row_layout"
     )
-    for key, value in (
-        ("trainer.trainer_type", "tinker"),
-        ("trainer.trainer_strategy", "megatron"),
-    ):
-        with pytest.raises(ConfigError, match=f"{key}.*is not offered"):
-            plan(f"{key}={value}")
-    assert advice("model.tinker").startswith("not a key here")
-    assert advice("model.fully_sharded_loras").startswith(
-        "has no effect: explorer.rollout_model.fully_sharded_loras is read"
+    assert key_hint("model.tinker").startswith("not a key here")
+    assert key_hint("model.fully_sharded_loras").startswith(
+        "has no meaning here: explorer.rollout_model.fully_sharded_loras is read"
     )
 
 
@@ -355,16 +292,24 @@ def test_values_of_an_active_key_reach_the_plan() -> None:
         for w in plan("cluster.ray_init.num_cpus=3", "cluster.ray_address=h:1").warnings
     )
     shown = plan("monitor.log_eval_samples=5")
-    assert (shown.explorer.eval_samples, shown.monitor.num_samples, shown.monitor.dump_dir) == (
+    assert (
+        shown.explorer.eval_samples,
+        shown.monitor.log_eval_samples,
+        shown.monitor.eval_dump_dir,
+    ) == (
         5,
         5,
         None,
     )
     dumped = plan("monitor.log_eval_samples=5", "monitor.eval_dump_dir=d")
-    assert (dumped.explorer.eval_samples, dumped.monitor.num_samples, dumped.monitor.dump_dir) == (
+    assert (
+        dumped.explorer.eval_samples,
+        dumped.monitor.log_eval_samples,
+        dumped.monitor.eval_dump_dir,
+    ) == (
         None,
         5,
-        Path.cwd() / "d",
+        str(Path.cwd() / "d"),
     )
     with pytest.raises(ConfigError, match=r"trainer\.critic\.optimizer\.betas: each must be in"):
         plan("trainer.critic.optimizer.betas=[0.9, 1.0]")

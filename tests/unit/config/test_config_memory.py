@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from rft.config import memory_estimate as memory
-from rft.config.check_report import Report, step
 from rft.config.load import load
-from rft.config.memory_estimate import (
-    GIB,
-    MIB,
-    RoleMemory,
-    estimate,
-    micro_batch,
-    too_much,
-    trainer,
-)
-from rft.config.model_folder import ModelShape, shape
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
-from rft.config.verify import check
+from rft.preflight import memory_trainer
+from rft.preflight.check import check
+from rft.preflight.check_report import Report, step
+from rft.preflight.memory_estimate import checkpoints, estimate, too_much
+from rft.preflight.memory_terms import GIB, MIB, RoleMemory
+from rft.preflight.memory_trainer import (
+    kept_by_layer,
+    logits,
+    micro_batch,
+    trainer,
+    work_of_layer,
+)
+from rft.preflight.model_folder import ModelShape, shape
 
 GOOD = Path(__file__).parent / "data" / "good"
 CPU = Facts(cpus=2, gpus=0)
@@ -95,7 +95,7 @@ def test_other_families() -> None:
 
 @pytest.mark.parametrize("name", ["tiny_model", "tiny_untied"])
 def test_formula_and_header_agree(name: str, request: pytest.FixtureRequest) -> None:
-    from rft.config.model_folder import look
+    from rft.preflight.model_folder import look
 
     files = look(str(request.getfixturevalue(name)))
     assert shape(files.config).parameters == shape(files.config, files.tensors).parameters
@@ -124,7 +124,7 @@ def test_micro_batch_of_whole_groups() -> None:
 
 def test_micro_batch_of_padded_rows() -> None:
     apart = micro_batch(
-        plan(*STEP, "trainer.share_prompts=false", "trainer.max_token_len_per_gpu=100"), 10
+        plan(*STEP, "trainer.row_layout=padded", "trainer.max_token_len_per_gpu=100"), 10
     )
     assert (apart.alone, apart.rows, apart.positions, apart.trained, apart.keys) == (
         False,
@@ -134,7 +134,7 @@ def test_micro_batch_of_padded_rows() -> None:
         0,
     )
     fixed = (
-        "trainer.share_prompts=false",
+        "trainer.row_layout=padded",
         "trainer.use_dynamic_bsz=false",
         "trainer.micro_batch_size_per_gpu=2",
     )
@@ -172,7 +172,8 @@ def test_trainer_that_gradients_decide() -> None:
     weights = sizes.parameters * 4
     head = 10_000_000 * 8 * 4
     assert term(rank, "weights") == weights and term(rank, "AdamW moments") == 2 * weights
-    assert term(rank, "micro-batch, or gradients") == pytest.approx(weights + head, rel=1e-3)
+    step = term(rank, "gradients") + term(rank, "work")
+    assert step == pytest.approx(weights + head, rel=1e-3)
     assert rank.nbytes == sum(t.nbytes for t in rank.terms)
 
 
@@ -184,19 +185,24 @@ def test_logits_take_a_tile(tokens: int, tile: int) -> None:
     sizes = shape({**LLAMA, "vocab_size": 1_000_000})
     micro = micro_batch(plan(*STEP), 10)
     assert micro.trained == 192
-    forward, backward = memory.logits(sizes, s, micro, entropy=False, reference=False)
-    assert (forward - 4 * tile - memory.KEPT_BYTES, backward - forward) == (
+    forward, backward = logits(sizes, s, micro, entropy=False, reference=False)
+    assert (forward - 4 * tile - memory_trainer.KEPT_BYTES, backward - forward) == (
         192 * (8 * 4 + 2 * 8 * 4),
         192 * 8 * 4,
     )
-    more, _ = memory.logits(sizes, s, micro, entropy=True, reference=True)
+    more, _ = logits(sizes, s, micro, entropy=True, reference=True)
     assert more - forward == 4 * tile + 4 * 192
 
 
 def test_the_estimate_cuts_as_log_probs_are_cut() -> None:
-    from rft.trainer import logprobs
+    from rft.trainer.model import logprobs
 
-    assert (memory.CPU_TILE, memory.GPU_TILE, memory.LEAST_WIDTH, memory.KEPT_BYTES) == (
+    assert (
+        memory_trainer.CPU_TILE,
+        memory_trainer.GPU_TILE,
+        memory_trainer.LEAST_WIDTH,
+        memory_trainer.KEPT_BYTES,
+    ) == (
         logprobs.CPU_TILE,
         logprobs.GPU_TILE,
         logprobs.LEAST_WIDTH,
@@ -205,21 +211,37 @@ def test_the_estimate_cuts_as_log_probs_are_cut() -> None:
 
 
 def test_activations_by_hand() -> None:
-    s = plan(*STEP, "trainer.share_prompts=false").learner
+    s = plan(*STEP, "trainer.row_layout=padded").learner
     # 2 rows of 16
     micro = micro_batch(
-        plan(*STEP, "trainer.share_prompts=false", "trainer.max_token_len_per_gpu=32"), 10
+        plan(*STEP, "trainer.row_layout=padded", "trainer.max_token_len_per_gpu=32"), 10
     )
     assert micro.positions == 32
     # per position and layer: norms 4 x 8, MLP 2 x 16, attention 2 x (8 + 4)
     layer = 32 * 4 * (32 + 32 + 24)
-    assert memory.activations(shape(LLAMA), s, micro) == 3 * layer
-    again = replace(s, gradient_checkpointing=True)
-    assert memory.activations(shape(LLAMA), again, micro) == 3 * 32 * 8 * 4 + layer
+    assert kept_by_layer(shape(LLAMA), s, micro) == layer
     # where norms and MLP are as transformers has them: norms 2 x 8 float32 more, MLP 4 x 16
-    plain = 32 * 4 * (16 + 32 + 64 + 24)
-    assert memory.activations(shape({**LLAMA, "model_type": "gemma"}), s, micro) == 3 * plain
-    assert memory.activations(shape(LLAMA), replace(s, compile=True), micro) == 3 * plain
+    compiled = 32 * 4 * (16 + 32 + 64 + 24)
+    assert kept_by_layer(shape(LLAMA), replace(s, compile=True), micro) == compiled
+    gemma = shape({**LLAMA, "model_type": "gemma"})
+    assert kept_by_layer(gemma, s, micro) == compiled
+    # norms of Qwen3 over 8 queries and 4 keys: what they read
+    qwen3 = shape({**LLAMA, "model_type": "qwen3"})
+    assert kept_by_layer(qwen3, s, micro) == layer + 32 * 4 * 12
+    # two gradients of hidden states, and three of the MLP's width
+    assert work_of_layer(shape(LLAMA), s, micro) == 32 * 4 * (2 * 8 + 3 * 16)
+
+
+def test_checkpointing_keeps_the_input_of_every_layer() -> None:
+    cut = (
+        *STEP,
+        "trainer.row_layout=padded",
+        "trainer.max_token_len_per_gpu=32",
+        "trainer.enable_gradient_checkpointing=true",
+    )
+    rank = trainer(plan(*cut), 0, shape({**LLAMA, "vocab_size": 10}), 10)
+    # three layers' and the output layer's inputs, and the layer that is computed again
+    assert term(rank, "activations") == 4 * 32 * 8 * 4 + 32 * 4 * (32 + 32 + 24)
 
 
 def test_reference_model_and_ranks() -> None:
@@ -230,7 +252,8 @@ def test_reference_model_and_ranks() -> None:
     )
     two = trainer(plan(*STEP, "trainer.world_size=2"), 1, sizes, 10)
     assert two.role == "trainer-1" and term(two, "weights") == sizes.parameters * 2
-    assert term(two, "gathered layers") == (802 + 2 * sizes.block) * 4 + sizes.block * 8
+    # at the log-probs: what belongs to no layer, and the last layer
+    assert term(two, "gathered layers") == (802 + sizes.block) * 4
 
 
 def test_the_copy_of_a_checkpoint_that_is_written_aside() -> None:
@@ -280,7 +303,7 @@ def test_engines_on_cpu() -> None:
     assert (first.role, second.role, others.role) == (
         "engine-0",
         "engine-1",
-        "others",
+        "other processes",
     ) and first.nbytes == second.nbytes
     assert term(first, "key/value cache") == GIB and term(first, "packed output layer") == 800 * 4
     # the mapped version stands in "others" too
@@ -327,7 +350,7 @@ def test_more_than_there_is() -> None:
     roles = estimate(made, shape(LLAMA))
     assert too_much(roles, made, ram=64 * GIB, gpu_memory=None) == []
     (text,) = too_much(roles, made, ram=1 * GIB, gpu_memory=None)
-    assert "this machine has 1.0 GiB" in text and "trainer-0" in text
+    assert "this machine has 1.0 GiB" in text.message and "trainer-0" in text.message
     big = ModelShape(
         parameters=7 * 10**9,
         vocab=32000,
@@ -340,7 +363,7 @@ def test_more_than_there_is() -> None:
     )
     gpus = plan(*STEP, *GPUS, facts=GPU)
     found = too_much(estimate(gpus, big, gpu_memory=8 * GIB), gpus, ram=None, gpu_memory=8 * GIB)
-    assert len(found) == 1 and found[0].startswith("memory: trainer-0 needs about")
+    assert len(found) == 1 and found[0].message.startswith("memory: trainer-0 needs about")
     assert (
         too_much(estimate(gpus, big, gpu_memory=80 * GIB), gpus, ram=None, gpu_memory=80 * GIB)
         == []
@@ -382,10 +405,10 @@ def test_checkpoints_on_disk(given: tuple[str, ...], number: int) -> None:
     assert term(files, f"{number} x weights, AdamW moments") == number * 12 * sizes.parameters
     assert term(files, "exported models") == 4 * sizes.parameters
     assert too_much(roles, made, ram=None, gpu_memory=None, disk=files.nbytes) == []
-    (told,) = too_much(roles, made, ram=None, gpu_memory=None, disk=files.nbytes - 1)
+    (excess,) = too_much(roles, made, ram=None, gpu_memory=None, disk=files.nbytes - 1)
     assert (
-        told.startswith("disk: the checkpoints that are kept take about")
-        and "max_checkpoints_to_keep" in told
+        excess.message.startswith("disk: the checkpoints that are kept take about")
+        and "max_checkpoints_to_keep" in excess.message
     )
 
 
@@ -396,11 +419,79 @@ def test_check_reports_it(tiny_model: Path) -> None:
     def run(*, ram: int | None = None) -> Report:
         return check(GOOD / "short.yaml", given, facts=Facts(cpus=2, gpus=0, memory=ram))
 
-    assert [r.role for r in run().memory] == ["engine-0", "trainer-0", "others", "checkpoints"]
+    assert [r.role for r in run().memory] == [
+        "engine-0",
+        "trainer-0",
+        "other processes",
+        "checkpoints",
+    ]
     assert not any("memory" in w for w in run().warnings)
     assert any(w.startswith("memory: about") for w in run(ram=100 * MIB).warnings)
     found = json.loads(json.dumps(run().to_json()))
     assert found["memory"][0]["bytes"] == sum(t["nbytes"] for t in found["memory"][0]["terms"])
+
+
+QWEN3_8B = {
+    **LLAMA,
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("gpu_memory", "overrides", "checkpointing"),
+    [
+        (80, (), True),
+        (None, (), True),
+        (192, (), False),
+        (192, ("trainer.enable_gradient_checkpointing=true",), True),
+        (192, ("trainer.enable_activation_offload=true",), True),
+    ],
+)
+def test_gpu_memory_decides_on_gradient_checkpointing(
+    tmp_path: Path, gpu_memory: int | None, overrides: tuple[str, ...], checkpointing: bool
+) -> None:
+    """U4: a default run of an 8B model on 8 GPUs fits."""
+    report = _eight_gpus(tmp_path, gpu_memory, *overrides)
+    assert report.ok and report.plan is not None
+    assert report.plan.learner.gradient_checkpointing is checkpointing
+    assert not [w for w in report.warnings if "memory" in w]
+
+
+def test_gpus_of_this_machine_judge_no_run_of_another(tmp_path: Path) -> None:
+    remote = ("cluster.ray_address=192.0.2.1:6379", "trainer.enable_gradient_checkpointing=false")
+    assert not _eight_gpus(tmp_path, 80, remote[1]).ok
+    report = _eight_gpus(tmp_path, 80, *remote)
+    assert report.ok and not [w for w in report.warnings if "memory" in w]
+
+
+def test_what_never_fits_a_gpu_is_refused(tmp_path: Path) -> None:
+    report = _eight_gpus(tmp_path, 80, "trainer.enable_gradient_checkpointing=false")
+    (error,) = report.errors
+    assert error.key == "trainer" and "enable_gradient_checkpointing: true" in error.message
+    (error, *_) = _eight_gpus(tmp_path, 24).errors
+    assert "enable_gradient_checkpointing" not in error.message  # it is on
+
+
+def _eight_gpus(tmp_path: Path, gpu_memory: int | None, *overrides: str) -> Report:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    given = [
+        f"model.model_path={tmp_path}",
+        "cluster.gpu_per_node=8",
+        "model.max_prompt_tokens=1024",
+        "model.max_response_tokens=8192",
+        "buffer.batch_size=64",
+        "algorithm.repeat_times=8",
+    ]
+    facts = Facts(cpus=16, gpus=8, memory=None, gpu_memory=gpu_memory and gpu_memory * GIB)
+    return check(GOOD / "short.yaml", [*given, *overrides], facts=facts, schema_only=True)
 
 
 def test_schema_only_needs_config_json_alone(tmp_path: Path) -> None:
@@ -435,7 +526,7 @@ def test_groups_that_clients_or_another_process_bring_count_as_they_are() -> Non
         512,
         None,
     )
-    (weights, _) = memory.checkpoints(service, shape(LLAMA), shape(LLAMA), None).terms
+    (weights, _) = checkpoints(service, shape(LLAMA), shape(LLAMA), None).terms
     assert weights.name.startswith("1 x") and weights.how == "the number of steps is not known"
     apart = (
         "mode=train",

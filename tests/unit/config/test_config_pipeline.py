@@ -12,8 +12,8 @@ from rft.buffer.settings import OperatorSettings
 from rft.config.load import load
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
-from rft.config.verify import check
 from rft.errors import ConfigError
+from rft.preflight.check import check
 
 FILE = Path(__file__).parent / "data" / "good" / "short.yaml"
 KEY = "data_processor.experience_pipeline"

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from rft.algorithm.needs import controllers, needs
-from rft.config import verify as check
 from rft.config.load import load
-from rft.config.memory_estimate import estimate
-from rft.config.model_folder import ModelShape
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
 from rft.errors import ConfigError
+from rft.preflight import check
+from rft.preflight.memory_estimate import estimate
+from rft.preflight.model_folder import ModelShape
 
 FILE = Path(__file__).parent / "data" / "good" / "short.yaml"
 PPO = "algorithm.algorithm_type=ppo"
@@ -75,7 +75,7 @@ def test_which_policy_is_the_old_one(
         ),
         (
             (f"{RC}.rollout_rs=token_k1",),
-            "rollout_correction: rollout_rs token_k1 needs rollout_rs_threshold",
+            "rollout_correction.rollout_rs_threshold: rollout_rs token_k1 needs",
         ),
         (
             (f"{RC}.loss_type=reinforce",),
@@ -108,8 +108,21 @@ def test_which_policy_is_the_old_one(
             "end",
         ),
         (
-            ("mode=serve", "buffer.total_steps=null", "algorithm.optimizer.warmup_style=cosine"),
+            (
+                "mode=serve",
+                "buffer.total_steps=null",
+                "algorithm.optimizer.lr_scheduler_type=cosine",
+            ),
             "lr_scheduler_type: follows from",
+        ),
+        (
+            ("algorithm.optimizer.momentum=0.9",),
+            "optimizer.momentum: belongs to optimizer_type sgd; optimizer_type is adamw: remove it",
+        ),
+        (
+            (f"{OPTIMIZER}=sgd", "algorithm.optimizer.betas=[0.8, 0.9]"),
+            "optimizer.betas: belongs to optimizer_type adamw and nadam and radam; optimizer_type "
+            "is sgd",
         ),
         (
             ("trainer.critic_warmup=3",),
@@ -134,7 +147,7 @@ def test_reinforce_is_the_loss_of_a_bypass_correction() -> None:
         True,
         {"old"},
     )
-    assert a.rollout_correction is not None and a.rollout_correction["rollout_is"] == "sequence"
+    assert a.rollout_correction is not None and a.rollout_correction.rollout_is == "sequence"
     told = plan(f"{RC}.rollout_is=token", f"{RC}.bypass_mode=true").warnings
     assert any("rollout_is has no effect with bypass_mode" in w for w in told)
     for given, says in (
@@ -156,14 +169,6 @@ def test_reinforce_is_the_loss_of_a_bypass_correction() -> None:
             "kl_cov holds nothing back",
         ),
         (
-            ("algorithm.optimizer.momentum=0.9",),
-            "optimizer.momentum has no effect: optimizer_type is adamw",
-        ),
-        (
-            (f"{OPTIMIZER}=sgd", "algorithm.optimizer.betas=[0.8, 0.9]"),
-            "optimizer.betas has no effect: optimizer_type is sgd",
-        ),
-        (
             ("algorithm.optimizer.min_lr_ratio=0.1",),
             "min_lr_ratio has no effect: lr_scheduler_type is constant",
         ),
@@ -182,6 +187,10 @@ def test_reinforce_is_the_loss_of_a_bypass_correction() -> None:
         (
             ("algorithm.kl_loss_fn=k2", "algorithm.kl_loss_fn_args={target_kl: 0.2}"),
             "target_kl has no effect: adaptive is false",
+        ),
+        (
+            ("algorithm.entropy_loss_fn_args={target_entropy: 0.5, entropy_coef: 0.1}",),
+            "target_entropy has no effect: adaptive is false",
         ),
         (
             (REC, f"{LOSS_ARGS}={{regularizer_coef: 0.1}}"),
@@ -230,13 +239,19 @@ def test_reinforce_is_the_loss_of_a_bypass_correction() -> None:
     )
 
 
+def test_an_adaptive_bonus_needs_entropies_from_the_start() -> None:
+    a = plan("algorithm.entropy_loss_fn_args={adaptive: true}").learner.algorithm
+    assert needs(a).entropy and needs(plan().learner.algorithm).entropy is False
+    assert controllers(a)["entropy_loss"].factor == 0.0
+
+
 def test_kl_terms_and_their_controllers() -> None:
     a = plan(
         "algorithm.kl_penalty_fn=kl",
         "algorithm.kl_penalty_fn_args={kl_coef: 0.1, adaptive: true, target_kl: 0.2, horizon: 50}",
         "algorithm.kl_loss_fn=k2",
     ).learner.algorithm
-    made = controllers(a)
+    made: Any = controllers(a)
     assert a.kl_penalty_fn == "k1" and needs(a).reference and "ref" in needs(a).before
     assert (made["kl_penalty"].coef, made["kl_penalty"].target, made["kl_penalty"].horizon) == (
         0.1,
@@ -275,7 +290,7 @@ def test_a_kl_in_the_reward_takes_whole_groups() -> None:
         "counts rows, and the advantages of this algorithm need all rows" in w
         for w in found.warnings
     )
-    assert found.sync.batch_units == found.sync.step_units, (
+    assert found.schedule.batch_units == found.schedule.step_units, (
         "a step trains one explore batch, so batch e waits for version e"
     )
     written = (
@@ -306,7 +321,7 @@ def test_the_critic_takes_from_the_policy_what_is_not_written() -> None:
     assert (
         c.max_token_len_per_gpu,
         c.forward_max_token_len_per_gpu,
-        c.optim.clip_grad,
+        c.grad_clip,
         c.ppo_epochs,
     ) == (5000, 5000, 0.3, 3)
     assert (c.optim.lr, c.cliprange_value, c.warmup, c.use_dynamic_bsz) == (1e-5, 0.5, 0, True)
@@ -323,7 +338,7 @@ def test_the_critic_takes_from_the_policy_what_is_not_written() -> None:
         ),
         *(
             "trainer.critic.optimizer.lr=3e-5",
-            "trainer.critic.optimizer.warmup_style=cosine",
+            "trainer.critic.optimizer.lr_scheduler_type=cosine",
             "trainer.critic_warmup=4",
         ),
         *(
@@ -337,7 +352,7 @@ def test_the_critic_takes_from_the_policy_what_is_not_written() -> None:
         ),
     ).learner.critic
     assert (
-        other.optim.clip_grad,
+        other.grad_clip,
         other.ppo_epochs,
         other.max_token_len_per_gpu,
         other.cliprange_value,
@@ -386,19 +401,22 @@ def terms(*overrides: str, critic: ModelShape | None = None) -> dict[str, int]:
     return {t.name: t.nbytes for t in trainer.terms}
 
 
+def step(terms: dict[str, int]) -> int:
+    """Bytes of the peak moment of a micro-batch."""
+    return sum(terms.get(name, 0) for name in ("activations", "work", "gradients"))
+
+
 def test_memory_of_the_critic_and_of_the_window() -> None:
     plain = terms("algorithm.repeat_times=8")
     ppo = terms(PPO, "algorithm.repeat_times=8")
     assert "critic" not in plain and ppo["critic"] == 3 * 4 * SHAPE.parameters
-    assert ppo["micro-batch, or gradients"] >= plain["micro-batch, or gradients"]
+    assert step(ppo) >= step(plain)
     big = ModelShape(**{**SHAPE.__dict__, "parameters": 8 * SHAPE.parameters, "tied": False})
     other = terms(
         PPO, "algorithm.repeat_times=8", "trainer.critic.max_token_len_per_gpu=200000", critic=big
     )
     assert other["critic"] == 3 * 4 * (big.parameters - big.embedding)
-    assert (
-        other["micro-batch, or gradients"] >= 4 * big.parameters > ppo["micro-batch, or gradients"]
-    )
+    assert step(other) >= 4 * big.parameters > step(ppo)
     window = terms("algorithm.compute_prox_logprobs=true", "synchronizer.sync_interval=2")
     assert window["weights of the window's start"] == 4 * SHAPE.parameters
 

@@ -73,7 +73,6 @@ def test_json_schema_knows_what_is_read_before_the_schema() -> None:
     validator = jsonschema.Draft202012Validator(json_schema())
     good = {
         "extends": ["base.yaml", "${oc.env:OTHER}"],
-        "trainer": {"trainer_config": {"actor": {"grad_clip": 1.0}}},
         "stages": [
             {"stage_name": "one"},
             {"stage_name": "two", "trainer": {"total_steps": 3}, "mode": "both"},

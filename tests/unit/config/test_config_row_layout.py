@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rft.config.check_report import Report
 from rft.config.plan import Facts
-from rft.config.verify import check
+from rft.preflight.check import check
+from rft.preflight.check_report import Report
 from rft.testing import tiny
 
 GOOD = Path(__file__).parent / "data" / "good"
@@ -68,13 +68,17 @@ def test_layers_that_are_not_proven_are_padded_with_a_notice(model: Path) -> Non
         ),
         (
             {},
-            ("trainer.row_layout=packed", "trainer.share_prompts=false"),
-            "trainer.share_prompts: false asks for padded rows",
-        ),
-        (
-            {},
             ("trainer.row_layout=shared", "trainer.attn_implementation=eager"),
             "shared rows need trainer.attn_implementation: auto",
+        ),
+        *(
+            (
+                {},
+                (f"trainer.attn_implementation={kernel}",),
+                f"trainer.attn_implementation: {kernel} computes bfloat16 and float16 on GPUs, not "
+                f"float32 on cpu",
+            )
+            for kernel in ("flash_attention_2", "varlen")
         ),
         (
             {"rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": 8},
@@ -94,15 +98,11 @@ def test_what_cannot_be_exact_is_refused(
     ("overrides", "chosen"),
     [
         (("trainer.row_layout=packed",), "packed"),
-        (("trainer.share_prompts=false",), "padded"),
-        (("trainer.use_remove_padding=false",), "padded"),
         (("trainer.attn_implementation=eager",), "padded"),
         (("trainer.row_layout=padded",), "padded"),
     ],
 )
-def test_the_keys_of_before_are_aliases(
-    model: Path, overrides: tuple[str, ...], chosen: str
-) -> None:
+def test_the_asked_layout_is_chosen(model: Path, overrides: tuple[str, ...], chosen: str) -> None:
     assert layout(run(model, {}, *overrides)) == chosen
 
 

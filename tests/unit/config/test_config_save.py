@@ -12,10 +12,10 @@ import yaml
 from rft.config.load import load
 from rft.config.plan import Facts
 from rft.config.resolve import resolve
-from rft.config.save import changes, refuse_changes, save
+from rft.config.save import changed, changes, refuse_changes, save
 from rft.config.schema.source import plain
-from rft.config.verify import check
 from rft.errors import ConfigError, ConfigErrors
+from rft.preflight.check import check
 
 GOOD = Path(__file__).parent / "data" / "good"
 SECRET = "canary-7f3a9b"
@@ -168,6 +168,17 @@ def test_evaluation_tasksets_may_change_on_resume(tmp_path: Path) -> None:
         ["buffer.explorer_input.eval_tasksets=[{path: a.jsonl}, {path: b.jsonl}]"],
     )
     assert [c.kind for c in refuse_changes(more, tmp_path)] == ["safe"]
+
+
+def test_a_run_of_a_version_with_other_keys_is_refused(tmp_path: Path) -> None:
+    save(load(GOOD / "full.yaml"), tmp_path)
+    file = tmp_path / "config.json"
+    record = json.loads(file.read_text())
+    record["tree"]["trainer"]["save_strategy"] = "unrestricted"
+    file.write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=r"another version of rft, which had trainer\.save_st"):
+        refuse_changes(load(GOOD / "full.yaml"), tmp_path)
+    assert "trainer.save_strategy" not in changed(record["tree"])
 
 
 def test_a_run_goes_on_under_a_version_that_knows_more_keys(tmp_path: Path) -> None:

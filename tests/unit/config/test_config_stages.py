@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from rft.cli.main import make
 from rft.config.load import load, stage_names
-from rft.config.verify import check
 from rft.errors import ConfigError, ConfigErrors
+from rft.preflight.check import check
 
 BASE: dict[str, Any] = {
     "name": "program",
@@ -47,7 +47,7 @@ def test_a_stage_replaces_whole_sections(tmp_path: Path) -> None:
     one, two = (load(file, stage=s) for s in stage_names(file))
     assert one.algorithm.repeat_times == 4 and one.trainer.grad_clip == 0.5
     assert two.algorithm.optimizer.lr == 2e-5 and two.algorithm.repeat_times is None, "not merged"
-    assert two.trainer.grad_clip is None and two.trainer.total_steps == 1
+    assert two.trainer.grad_clip == 1.0 and two.trainer.total_steps == 1
     assert two.buffer == one.buffer and two.name == "program"
     line = two.source.where(("trainer", "total_steps"))
     assert line.startswith("line ") and two.source.stage == "two"
@@ -72,7 +72,7 @@ def test_folders_and_reports(tmp_path: Path) -> None:
     assert (
         plan is not None
         and plan.run_dir.parts[-2:] == ("program", "two")
-        and plan.monitor.name == "program/two"
+        and plan.tracked_run.name == "program/two"
     )
     other = check(file, schema_only=True, stage="two", model_path="/x/huggingface", name="again")
     assert other.plan is not None and other.plan.run_dir.parts[-2:] == ("again", "two")
@@ -82,7 +82,7 @@ def test_folders_and_reports(tmp_path: Path) -> None:
         == {other.plan.learner.model_path}
     )
     assert any(
-        d.key == "model.model_path" and d.why == "what the stage before exported"
+        d.key == "model.model_path" and d.reason == "what the stage before exported"
         for d in other.plan.derived
     )
     assert other.config is not None and other.config.model.model_path == "m", (
@@ -172,22 +172,6 @@ def test_an_adapter_to_begin_with_is_for_the_first_stage_alone(tmp_path: Path) -
         assert not check(
             write(tmp_path, TWO, model={**BASE["model"], **more}), schema_only=True, stage="two"
         ).errors
-
-
-@pytest.mark.extra
-def test_verls_spelling_inside_a_stage(tmp_path: Path) -> None:
-    native = {"trainer_config": {"actor": {"grad_clip": 0.9, "optim": {"lr": 5e-5}}}}
-    file = write(tmp_path, [{"stage_name": "one", "trainer": native}, {"stage_name": "two"}])
-    one, two = (load(file, stage=s) for s in ("one", "two"))
-    assert (
-        one.trainer.grad_clip == 0.9
-        and one.algorithm.optimizer.lr == 5e-5
-        and one.algorithm.repeat_times == 4
-    )
-    assert two.trainer.grad_clip == 0.5 and two.algorithm.optimizer.lr == 1e-5
-    twice = [{"stage_name": "one", "trainer": {**native, "grad_clip": 0.1}}]
-    with pytest.raises(ConfigError, match="two spellings of one key"):
-        load(write(tmp_path, twice), stage="one")
 
 
 def test_interpolations_see_the_stage(tmp_path: Path) -> None:

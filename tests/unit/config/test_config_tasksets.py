@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sqlite3
 from pathlib import Path
 
 import pytest
 
 from rft.config.plan import Facts
-from rft.config.verify import check
 from rft.launch.execute import execute
+from rft.preflight import model_folder
+from rft.preflight.check import check
 from rft.testing import tiny
 
 IN = "buffer.explorer_input"
@@ -137,9 +139,8 @@ def test_selectors(here):
 
 def test_readers_and_databases(here):
     (here / "mine.py").write_text(READER)
-    made = report(f"{IN}.taskset.reader_path=mine.py", f"{IN}.taskset.reader_name=Rows")
+    made = report(f"{IN}.taskset.storage_type=mine.py:Rows")
     assert made.ok and made.tasksets[0].num_rows == 10, made.errors
-    assert "go together" in errors(f"{IN}.taskset.reader_path=mine.py")[f"{IN}.taskset.reader_name"]
     with sqlite3.connect(here / "tasks.db") as db:
         db.execute("CREATE TABLE sums (id INTEGER PRIMARY KEY, prompt TEXT, response TEXT)")
         db.executemany(
@@ -332,3 +333,22 @@ def test_a_run_makes_the_file_once_and_goes_on_with_it(here, capsys):
 
 
 # ---------------------------------------------------------------- veRL's data section
+
+
+@pytest.mark.parametrize(("extra", "warned"), [(0, False), (3, True)])
+def test_a_tokenizer_beyond_the_embedding_is_warned_of(
+    tiny_model: Path, tmp_path: Path, extra: int, warned: bool
+) -> None:
+    """Prompts without these tokens train; the folder may be the model's own."""
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["added_tokens"] += [
+        {**tokenizer["added_tokens"][0], "id": size + n, "content": f"<more{n}>"}
+        for n in range(extra)
+    ]
+    file.write_text(json.dumps(tokenizer))
+    warnings = model_folder.look(str(folder)).warnings
+    says = f"has token {size + 2}, and the model knows {size}: a prompt with a token from there on"
+    assert any(says in w for w in warnings) == warned

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rft.config.compared_prompts import overlap
 from rft.config.context import Problems
+from rft.preflight.compared_prompts import overlap
 from rft.types.task import Task
 from tests.helpers.asked_ledger import said
 from tests.helpers.runs import TINY
@@ -62,7 +62,7 @@ def test_a_template_that_shows_no_task_is_refused(
         "-c",
         str(TINY),
         f"model.model_path={tiny_model}",
-        f"model.chat_template_path={template}",
+        f"model.custom_chat_template={template}",
     )
     assert (code, "row 0: the chat template does not write message 0" in " ".join(out.split())) == (
         (0, False) if name == "content" else (2, True)
@@ -79,7 +79,7 @@ def test_a_template_that_cuts_tasks_is_refused(tmp_path: Path, tiny_model: Path)
         "-c",
         str(TINY),
         f"model.model_path={tiny_model}",
-        f"model.chat_template_path={template}",
+        f"model.custom_chat_template={template}",
     )
     assert code == 2 and "row 0: the chat template does not write message 0" in " ".join(
         out.split()

@@ -1,5 +1,5 @@
-"""docs/algorithms: every algorithm and part has its place, every example is accepted, every test
-that is named is there.
+"""docs/algorithms and docs/reference/algorithms.md: every algorithm and part has its place, every
+example is accepted, every named test exists.
 """
 
 from __future__ import annotations
@@ -13,19 +13,12 @@ import pytest
 import yaml
 
 from rft.algorithm.catalog import algorithm_defaults, algorithms, shipped
-from rft.config.verify import check
+from rft.preflight.check import check
 from tests.helpers.rows import for_each
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "docs" / "algorithms"
-SECTIONS = (
-    "What it is for",
-    "Formula",
-    "Arguments",
-    "Example",
-    "Tests",
-    "Differences from Trinity-RFT and veRL",
-)
+REFERENCE = (ROOT / "docs" / "reference" / "algorithms.md").read_text(encoding="utf-8")
 TEXTS = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
 EXAMPLES = [
     (page, i, m)
@@ -35,16 +28,13 @@ EXAMPLES = [
 
 
 @for_each("name", algorithms())
-def test_every_algorithm_has_a_page(name: str) -> None:
-    text = TEXTS[name]
-    found = [s for s in re.findall(r"^## (.+)$", text, re.MULTILINE) if s in SECTIONS]
-    assert found == list(SECTIONS)
-    assert all(
-        f"<!-- from the code: {part} {name} -->" in text
-        for part in ("type", "formulas", "arguments")
-    )
-    examples = [yaml.safe_load(body) for page, _, body in EXAMPLES if page == name]
-    assert [e["algorithm"]["algorithm_type"] for e in examples] == [name]
+def test_every_algorithm_has_a_section(name: str) -> None:
+    _, text = algorithm_pages.families()[name]
+    assert f"(../reference/algorithms.md#{name})" in text
+    examples = re.findall(r"^```yaml\n(.*?)^```$", text, re.M | re.S)
+    types = [yaml.safe_load(body)["algorithm"]["algorithm_type"] for body in examples]
+    assert types == [name]
+    assert f"\n### {name}\n" in REFERENCE
 
 
 @pytest.mark.parametrize(
@@ -53,13 +43,11 @@ def test_every_algorithm_has_a_page(name: str) -> None:
 def test_example(
     page: str, i: int, body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `rft check --schema-only` says of it; a part of a configuration is put into the first
-    page's.
-    """
+    """`rft check --schema-only` accepts it; a part of a configuration is put into the first page's."""
     monkeypatch.chdir(tmp_path)
     given = yaml.safe_load(body)
     if "model" not in given:
-        given = next(yaml.safe_load(b) for p, _, b in EXAMPLES if p == "grpo") | given
+        given = next(yaml.safe_load(b) for p, _, b in EXAMPLES if p == "index") | given
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(given), encoding="utf-8")
     report = check(path, schema_only=True)
@@ -67,20 +55,17 @@ def test_example(
 
 
 @pytest.mark.e2e
-@for_each("page", TEXTS)
-def test_tests_that_are_named_are_there(page: str) -> None:
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXTS[page])
+def test_named_tests_exist() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXTS["index"])
     assert named
     for file, function in named:
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
         there = {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
-        assert function in there, f"{page}: {file}::{function}"
+        assert function in there, f"{file}::{function}"
 
 
 def test_every_part_is_described_once() -> None:
-    titles = re.findall(
-        r"^##+ (Advantage|Policy loss) (\w+)$", "\n".join(TEXTS.values()), re.MULTILINE
-    )
+    titles = re.findall(r"^##+ (Advantage|Policy loss) (\w+)$", REFERENCE, re.MULTILINE)
     kinds = {"advantage_fn": "Advantage", "policy_loss_fn": "Policy loss"}
     assert sorted(titles) == sorted(
         (kinds[kind], part) for kind, part in shipped() if kind in kinds and part != "none"
@@ -92,21 +77,13 @@ def test_papers_are_those_that_the_code_names() -> None:
         p.read_text(encoding="utf-8") for p in (ROOT / "rft" / "algorithm").glob("*.py")
     )
     known = set(re.findall(r"arXiv:(\d{4}\.\d{5})", code))
-    for page, text in TEXTS.items():
+    for page, text in {**TEXTS, "reference": REFERENCE}.items():
         assert set(re.findall(r"\d{4}\.\d{5}", text)) <= known, page
 
 
-def test_defaults_come_from_the_models(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "before\n<!-- from the code: arguments gspo -->\nold\n<!-- end -->\nafter\n",
-        encoding="utf-8",
-    )
-    text = algorithm_pages.filled(page)
-    assert (
-        text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n") and "old" not in text
-    )
+def test_defaults_come_from_the_models() -> None:
     model = shipped()["policy_loss_fn", algorithm_defaults("gspo").policy_loss_fn]
+    text = algorithm_pages._arguments("policy_loss_fn", "gspo")
     assert all(f"| `{name}` |" in text for name in model.model_fields) and "| `0.0003` |" in text
 
 

@@ -41,7 +41,7 @@ def test_every_page_can_be_found(page: Path) -> None:
 
 def test_authors_have_their_pages() -> None:
     start = (howto.ROOT / "docs" / "index.md").read_text()
-    for name in ("workflow", "reward", "judge", "agent", "environment", "testing", "debug"):
+    for name in ("workflow", "reward", "judge", "agent", "environment", "debug"):
         assert f"(howto/{name}.md)" in start, name
 
 

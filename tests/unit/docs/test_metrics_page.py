@@ -170,6 +170,8 @@ def test_most_conditional_names_were_seen(written: dict[str, set[str]]) -> None:
     vllm |= {f"engine/{name}/mean" for name in ("running", "waiting", "kv_cache_usage")}
     # engines in processes of their own
     separate = {f"engine/{name}" for name in ("lost", "stalled", "asked_again")}
+    # other algorithms
+    parts = {"experience/incomplete_rewards", "maxrl/unsolved", "experience/teacher_top_bytes"}
     experts = {
         "actor/router_aux_loss",
         "actor/router_max_load",
@@ -178,7 +180,7 @@ def test_most_conditional_names_were_seen(written: dict[str, set[str]]) -> None:
     }
     # engines in bfloat16 or float16
     short_types = {f"sync/canary_{name}" for name in ("noise", "mean_abs", "mean_limit")}
-    assert unseen <= vllm | separate | experts | short_types | {
+    assert unseen <= vllm | separate | parts | experts | short_types | {
         "auxiliary/<name>/<what>/mean",
         "alarm/monitor_failed",
         "alarm/<name>",  # runs in which nothing is wrong
@@ -196,11 +198,11 @@ def test_every_row_has_a_unit_and_a_meaning() -> None:
 
 
 @pytest.mark.e2e
-def test_what_other_tools_show_is_there_under_the_name_that_migration_gives(
+def test_what_other_tools_show_is_there_under_the_given_name(
     written: dict[str, set[str]],
 ) -> None:
     text = (
-        (ROOT / "docs" / "migration.md")
+        (ROOT / "docs" / "howto" / "from-verl.md")
         .read_text(encoding="utf-8")
         .split("## Names of metrics", 1)[1]
         .split("\n## ", 1)[0]

@@ -72,8 +72,8 @@ def test_it_trains_by_its_configuration_alone(
     """As it stands in the README, but for model, size, engine and the judge's address."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     load_all()  # the example in the repository marks the same names
-    for key in [key for key in REGISTRY._found if key[1] in ("explain_twice", "child_judge")]:
-        monkeypatch.delitem(REGISTRY._found, key)
+    for key in [key for key in REGISTRY._plugins if key[1] in ("explain_twice", "child_judge")]:
+        monkeypatch.delitem(REGISTRY._plugins, key)
     with JudgeServer(FakeJudge(lambda prompt: 1 + len(prompt) % 5)) as server:
         models = yaml.safe_load(FILES["my.yaml"])["explorer"]["auxiliary_models"]
         models[0]["external_model_config"]["base_url"] = server.url

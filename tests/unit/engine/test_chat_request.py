@@ -71,7 +71,7 @@ def test_a_call_of_a_tool_without_text_has_no_content_where_the_template_asks_fo
         "}}{% endif %}"
     )
     judge = Chat(replace(settings, chat_template=none), load_tokenizer(settings))
-    assert judge.decode(judge.whole([call])) == '{"a":1}'
+    assert judge.decode(judge.encode_conversation([call])) == '{"a":1}'
     assert call["content"] == ""
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from rft.engine import environment
 from rft.engine.environment import cpu_environment, host_program, trainer_environment
-from rft.engine.settings import EngineSettings
+from rft.engine.settings import EXTERNAL_LIB, EngineSettings
 from rft.errors import SetupError
 
 
@@ -42,9 +42,9 @@ def test_engines_of_several_processes_have_other_cores() -> None:
 
 
 def test_a_library_is_told_to_vllms_own_processes_and_not_forked() -> None:
-    assert environment.LIBRARY not in cpu_environment(EngineSettings())
+    assert EXTERNAL_LIB not in cpu_environment(EngineSettings())
     own = EngineSettings(external_lib="my_models")
-    assert cpu_environment(own)[environment.LIBRARY] == "my_models" and host_program(own) is None
+    assert cpu_environment(own)[EXTERNAL_LIB] == "my_models" and host_program(own) is None
 
 
 def test_more_shards_than_cores_are_refused() -> None:

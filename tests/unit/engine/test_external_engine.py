@@ -15,7 +15,7 @@ import pytest
 from rft.engine import external
 from rft.engine.built_in import make
 from rft.engine.pool import EnginePool
-from rft.engine.settings import EngineSettings, ExternalSettings
+from rft.engine.settings import EngineSettings, ExternalModelConfig
 from rft.errors import EngineFailed, SetupError
 from rft.secrets import redact
 from rft.testing.engine_contract import ask
@@ -97,7 +97,7 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
 
 
 def settings(**more: Any) -> EngineSettings:
-    server = ExternalSettings(
+    server = ExternalModelConfig(
         model_name="judge-1", base_url_env="JUDGE_URL", api_key_env="JUDGE_KEY", **more
     )
     return EngineSettings(
@@ -252,7 +252,7 @@ async def test_what_it_cannot_do(server: Server, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="with messages"):
         await engine.generate(GenerateRequest(prompt_tokens=(1, 2)))
     with pytest.raises(ValueError, match="gives no log-probs"):
-        await engine.logprobs(ScoreRow(tokens=np.zeros(3, np.int32), prompt_length=1))
+        await engine.score(ScoreRow(tokens=np.zeros(3, np.int32), prompt_length=1))
     with pytest.raises(ValueError, match="task: score"):
         await engine.classify([])
     with pytest.raises(EngineFailed, match="its owner's"):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers.cache_utils import Cache
 
-from rft.engine import forwards, kvcache
+from rft.engine import forwards
 from rft.engine.rowbatch import RowBatch
 from rft.engine.settings import EngineSettings
 from rft.engine.transformers import TransformersEngine
@@ -37,11 +37,9 @@ def loaded(family: str, folder: Path) -> Any:
 
 
 def of_folder(made: Path, dtype: torch.dtype) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    kvcache.register()
-    how = forwards.attention_for(AutoConfig.from_pretrained(made))
-    return AutoModelForCausalLM.from_pretrained(made, dtype=dtype, **how).eval()
+    return AutoModelForCausalLM.from_pretrained(made, dtype=dtype).eval()
 
 
 @pytest.mark.parametrize("family", [f for f in families.FAMILIES if f not in REFUSED])
@@ -214,7 +212,7 @@ async def test_rows_of_a_hybrid_come_go_and_are_computed_again(folder: Path) -> 
             tokens=np.concatenate([made[0].prompt_tokens, made[0].tokens]),
             prompt_length=len(made[0].prompt_tokens),
         )
-        again = await subject.engine.logprobs(row)
+        again = (await subject.engine.score(row)).logprobs
         ids = torch.from_numpy(row.tokens.astype(np.int64))[None]
         with torch.no_grad():
             want = model(ids, use_cache=False).logits[0, row.prompt_length - 1 : -1].log_softmax(-1)

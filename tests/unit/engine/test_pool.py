@@ -119,7 +119,7 @@ async def test_requests_of_a_dead_engine_are_asked_elsewhere() -> None:
     r.made[0].die("kill -9")
     assert [a[0].text for a in await asyncio.gather(*jobs)] == [str(i) for i in range(8)]
     assert r.asked == [0], "it is brought back once, however many of its requests failed"
-    await r.pool.logprobs(ScoreRow(tokens=np.arange(4), prompt_length=1))
+    await r.pool.score(ScoreRow(tokens=np.arange(4), prompt_length=1))
     assert len(r.made[0].calls) == 4, "nothing goes to it meanwhile"
     r.go.set()
     await asyncio.sleep(0)

@@ -53,7 +53,7 @@ async def test_transformers_scores_given_tokens(
         prompt_length=len(c.prompt_tokens),
         temperature=temperature,
     )
-    got = await engine.logprobs(row)
+    got = (await engine.score(row)).logprobs
     assert got.dtype == np.float32 and got.shape == c.logprobs.shape
     assert np.abs(got - c.logprobs).max() < 1e-4
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
@@ -64,9 +64,9 @@ async def test_transformers_scores_given_tokens(
         np.abs(got - want.gather(1, ids[0, row.prompt_length :, None])[:, 0].numpy()).max() < 1e-4
     )
     with pytest.raises(ValueError, match="prompt_length 0"):
-        await engine.logprobs(ScoreRow(tokens=row.tokens, prompt_length=0))
+        await engine.score(ScoreRow(tokens=row.tokens, prompt_length=0))
     with pytest.raises(ValueError, match="raise its max_model_len"):
-        await engine.logprobs(ScoreRow(tokens=np.zeros(201, np.int32), prompt_length=3))
+        await engine.score(ScoreRow(tokens=np.zeros(201, np.int32), prompt_length=3))
     with pytest.raises(ValueError, match="task: score"):
         await engine.classify([{"role": "user", "content": "hi"}])
     await engine.close()
@@ -78,7 +78,7 @@ async def test_scripted_scores_as_it_would_have_written() -> None:
     row = ScoreRow(
         tokens=np.concatenate([c.prompt_tokens, c.tokens]), prompt_length=len(c.prompt_tokens)
     )
-    assert (await engine.logprobs(row) == c.logprobs).all()
+    assert ((await engine.score(row)).logprobs == c.logprobs).all()
 
 
 def chats() -> list[list[dict[str, str]]]:

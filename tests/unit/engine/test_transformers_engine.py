@@ -241,14 +241,14 @@ async def test_what_a_pause_holds_up(subject: Subject) -> None:
     await subject.publish()
     task = asyncio.create_task(subject.engine.generate(ask(n=2, max_tokens=300, ignore_eos=True)))
     await asyncio.wait([task], timeout=0.1)
-    held = (await subject.publish(version=Version(1, 900))).held
+    held = (await subject.publish(version=Version(1, 900))).paused
     made = await task
     assert (held.requests, held.aborted) == (2, 0)
     before = [c.version_spans[-1].start for c in made]
     assert held.recomputed_tokens == sum(
         len(c.prompt_tokens) + n - 1 for c, n in zip(made, before, strict=True) if n
     )
-    idle = (await subject.publish(version=Version(1, 901))).held
+    idle = (await subject.publish(version=Version(1, 901))).paused
     assert (idle.requests, idle.recomputed_tokens) == (0, 0)
 
 

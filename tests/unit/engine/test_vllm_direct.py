@@ -86,16 +86,16 @@ def test_parts_that_lie_below_each_other_are_packed_from_where_they_lie(
     q = whole[:4]
     k = whole[4:6]
     v = whole[6:8]
-    assert direct._whole([q, k, v]).data_ptr() == whole.data_ptr() and torch.equal(
-        direct._whole([q, k, v]), whole[:8]
+    assert direct._merged([q, k, v]).data_ptr() == whole.data_ptr() and torch.equal(
+        direct._merged([q, k, v]), whole[:8]
     )
-    swapped = direct._whole([k, q])
+    swapped = direct._merged([k, q])
     assert torch.equal(swapped, torch.cat([k, q]))
-    assert torch.equal(direct._whole([q, v]), torch.cat([q, v]))
-    assert direct._whole([q, v]).data_ptr() == swapped.data_ptr() != whole.data_ptr(), (
+    assert torch.equal(direct._merged([q, v]), torch.cat([q, v]))
+    assert direct._merged([q, v]).data_ptr() == swapped.data_ptr() != whole.data_ptr(), (
         "one buffer for all"
     )
-    assert torch.equal(direct._whole([q[:, :2]]), q[:, :2]), "a column of a row-parallel layer"
+    assert torch.equal(direct._merged([q[:, :2]]), q[:, :2]), "a column of a row-parallel layer"
     half = whole.bfloat16()
-    assert direct._whole([half[:2], half[2:4]]).dtype == torch.float32
-    assert torch.equal(direct._whole([q.clone(), k.clone()]), whole[:6]), "from two storages"
+    assert direct._merged([half[:2], half[2:4]]).dtype == torch.float32
+    assert torch.equal(direct._merged([q.clone(), k.clone()]), whole[:6]), "from two storages"

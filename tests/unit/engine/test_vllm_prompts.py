@@ -155,4 +155,6 @@ def test_prompts_are_shared_where_all_layers_keep_them_and_caching_is_on(
         cache_config=SimpleNamespace(enable_prefix_caching=caching),
         model_runner=None,
     )
-    assert (SharedPrompts.of(worker, SimpleNamespace(kv_cache_groups=groups)) is not None) == there
+    assert (
+        SharedPrompts.for_worker(worker, SimpleNamespace(kv_cache_groups=groups)) is not None
+    ) == there

@@ -45,9 +45,9 @@ class MemoryBuffer:
         await self.full.wait()
 
     async def close_batch(
-        self, batch: int, *, accepted: int, wanted: int, reasons: dict[str, int]
+        self, batch: int, *, accepted: int, expected: int, reasons: dict[str, int]
     ) -> None:
-        self.closed.append((batch, accepted, wanted, reasons))
+        self.closed.append((batch, accepted, expected, reasons))
 
     async def stored_groups(self, first_batch: int) -> list[StoredGroup]:
         return [h for h in self._held if h.batch >= first_batch]
@@ -66,7 +66,7 @@ class MemoryBuffer:
             if rewards
         ]
 
-    async def same_tasksets(self, fingerprints: dict[str, str]) -> list[str]:
+    async def check_taskset_fingerprints(self, fingerprints: dict[str, str]) -> list[str]:
         self.fingerprints = fingerprints
         return []
 

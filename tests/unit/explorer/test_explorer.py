@@ -215,8 +215,8 @@ async def test_a_short_batch_goes_on_with_more_refills(world):
     world.buffer._held = [StoredGroup(0, task, False) for task in range(5)]
     with pytest.raises(
         ShortBatch,
-        match=r"\(4 held\), and all 2 refills are used up.*raise buffer\.max_refill, as groups "
-        r"with a",
+        match=r"\(4 held\), and all 2 refills are used up.*raise buffer\.max_refill .only groups "
+        r"without a",
     ):
         await world.explorer(max_refill=2).run()
     assert world.buffer.groups == []
@@ -495,7 +495,7 @@ def test_places_of_a_batch_take_fixed_candidates():
     batch = Batch(
         0,
         ExplorerSettings(tasksets=(), batch_size=3, max_refill=2),
-        held=[StoredGroup(0, 1, False), StoredGroup(0, 2, True)],
+        stored=[StoredGroup(0, 1, False), StoredGroup(0, 2, True)],
     )
     assert [batch.first(place) for place in range(3)] == [0, 4, None]
     assert (batch.after(4), batch.after(0), batch.accepted) == (7, None, 1)

@@ -74,6 +74,37 @@ async def test_each_taskset_has_its_own_runs_and_arguments(world):
     } == {3}
 
 
+async def test_evaluations_draw_the_same_random_numbers(world):
+    """Two evaluations of a run that is not deterministic: seeds by taskset, task, run and turn."""
+    held = world.taskset("held", is_eval=True, num_runs=2)
+    drawn = []
+    for lineage in (1, 2):
+        world.engine.calls.clear()
+        await world.explorer(
+            lineage=lineage, eval_tasksets=(held,), total_batches=1, eval_at_end=False
+        ).run()
+        calls = [c for c in world.engine.calls if c.request_id.startswith("eval-held-")]
+        drawn.append(sorted((c.messages[-1]["content"], c.sampling.seed) for c in calls))
+    assert drawn[0] == drawn[1]
+    assert len({seed for _, seed in drawn[0]}) == 16  # 8 tasks, 2 runs
+
+
+async def test_an_evaluation_tells_the_parts_of_its_rewards(world):
+    """Parts 1 and 0.25 of tasks with an even index, 0 and 0.25 of others: means 0.5 and 0.25."""
+
+    @reward("test_scores_parts")
+    class Parts:
+        async def __call__(self, task, transcript):
+            return {"even": float(task.index % 2 == 0), "constant": 0.25}
+
+    held = world.taskset("held", is_eval=True, reward="test_scores_parts")
+    await world.explorer(eval_tasksets=(held,), total_batches=1, eval_at_end=False).run()
+    told = world.sink.of("eval")[0]
+    assert told["eval/held/parts/even"] == 0.5
+    assert told["eval/held/parts/constant"] == 0.25
+    assert told["eval/held/mean@2"] == 0.75
+
+
 async def test_a_run_without_a_score_is_counted_as_one(world):
     """It was left out of the mean and counted nowhere."""
 
@@ -98,7 +129,7 @@ async def test_what_judges_did_in_the_last_evaluation_is_told(world, monkeypatch
     @reward("test_pays")
     class Pays:
         async def __call__(self, task, transcript):
-            judge_metrics.of("paid").calls += 1
+            judge_metrics.for_judge("paid").calls += 1
             return 1.0
 
     tasks = world.taskset(reward="test_pays")

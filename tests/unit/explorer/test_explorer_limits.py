@@ -65,7 +65,7 @@ async def play(num_runs=4, *, limits, ending=None, **args):
     )
     return await run_group(
         task,
-        Recipes().of(task),
+        Recipes().find(task),
         ScriptedEngine(answer=lambda m: "4"),
         ID,
         limits=limits,

@@ -156,6 +156,26 @@ def test_a_run_of_many_rows_weighs_as_much_as_one_of_few() -> None:
     ) == (6.0, 0.5, 0.5)
 
 
+@pytest.mark.parametrize(("formats", "share"), [((1.0, 1.0), 1.0), ((1.0, 0.0), 0.5)])
+def test_groups_of_equal_parts_are_a_share(formats: tuple[float, ...], share: float) -> None:
+    def played(task: int, parts: list[dict[str, float]]) -> PlayedGroup:
+        id = GroupId(1, 0, 0, task)
+        runs = tuple(
+            PlayedRun((replace(row(id.run(n)), reward_parts=part),), 1.0, 1.0, 0.0, 1)
+            for n, part in enumerate(parts)
+        )
+        named = Task(taskset="t", index=0, prompt="x", workflow="w", num_runs=len(parts))
+        return PlayedGroup(id, named, runs, True, "")
+
+    groups = [
+        played(0, [{"format": f, "exact": float(n)} for n, f in enumerate(formats)]),
+        played(1, [{"format": 0.0}, {"format": 0.0, "exact": 0.0}]),
+    ]
+    found = rollout_metrics(groups, 1.0)
+    assert found["rollout/format/frac_zero_std"] == share
+    assert found["rollout/exact/frac_zero_std"] == 0.0  # one run of the second group alone has it
+
+
 def test_runs_that_never_began_took_no_time():
     """A step of over_rollout counted each of them as 0 s."""
     id = GroupId(1, 0, 0, 0)

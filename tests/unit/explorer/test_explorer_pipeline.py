@@ -52,7 +52,7 @@ def plugin():
 
     yield mark
     for name in names:
-        del REGISTRY._found["operator", name]
+        del REGISTRY._plugins["operator", name]
 
 
 def pipeline(*operators, **more):

@@ -117,7 +117,7 @@ async def test_other_rows_are_refused_where_a_run_goes_on(world, tmp_path):
             world._file.write_text(world._file.read_text().replace("9+9?", "7+7?"))
             await world.explorer(lineage=lineage, cursor=1).run()
             lineage = (await buffer.start_lineage(None, None)).lineage
-            await buffer.writer(lineage).same_tasksets({"other": "rows"})
+            await buffer.writer(lineage).check_taskset_fingerprints({"other": "rows"})
     finally:
         await buffer.close()
 
@@ -157,7 +157,7 @@ async def test_other_rows_of_an_evaluation_are_told_where_a_run_goes_on(world, t
             ]
             assert (await told(parent, range(4)))[1] == [], "told once"
             anew = buffer.writer((await buffer.start_lineage(None, None)).lineage)
-            assert await anew.same_tasksets({"eval/held": "other rows"}) == [], (
+            assert await anew.check_taskset_fingerprints({"eval/held": "other rows"}) == [], (
                 "no value is left to compare with"
             )
     finally:
@@ -169,18 +169,23 @@ async def test_a_mark_that_an_earlier_version_made_is_the_end_of_todays(tmp_path
     await buffer.open()
     try:
         first = buffer.reader((await buffer.start_lineage(None, None)).lineage)
-        await buffer.writer(1).same_tasksets({"sums": "sample", "eval/held": "sample"})
+        await buffer.writer(1).check_taskset_fingerprints({"sums": "sample", "eval/held": "sample"})
         parent = (Version(1, 0), await first.consumption(0))
         writer = buffer.writer((await buffer.start_lineage(*parent)).lineage)
         assert (
-            await writer.same_tasksets({"sums": "whole-sample", "eval/held": "whole-sample"}) == []
+            await writer.check_taskset_fingerprints(
+                {"sums": "whole-sample", "eval/held": "whole-sample"}
+            )
+            == []
         )
         writer = buffer.writer((await buffer.start_lineage(*parent)).lineage)
         with pytest.raises(ConfigError, match="the rows of sums are not"):
-            await writer.same_tasksets({"sums": "other-sample", "eval/held": "whole-sample"})
+            await writer.check_taskset_fingerprints(
+                {"sums": "other-sample", "eval/held": "whole-sample"}
+            )
         with pytest.raises(ConfigError, match="the rows of more, sums are not"):
-            await writer.same_tasksets({"more": "rows"})
-        assert await writer.same_tasksets(
+            await writer.check_taskset_fingerprints({"more": "rows"})
+        assert await writer.check_taskset_fingerprints(
             {"sums": "whole-sample", "eval/held": "other-sample"}
         ) == ["held"]
     finally:
@@ -199,8 +204,8 @@ async def test_other_rows_are_refused_where_those_of_an_attempt_without_a_checkp
                 with pytest.raises(
                     ConfigError, match="the rows of sums are not those that the run has explored"
                 ):
-                    await writer.same_tasksets({"sums": rows})
+                    await writer.check_taskset_fingerprints({"sums": rows})
             else:
-                assert await writer.same_tasksets({"sums": rows}) == []
+                assert await writer.check_taskset_fingerprints({"sums": rows}) == []
     finally:
         await buffer.close()

@@ -11,7 +11,7 @@ import pytest
 
 from rft.launch.coordinator import KEPT, MonitorPart
 from rft.launch.drive import _Follower
-from rft.monitor.settings import MonitorSettings
+from rft.monitor.settings import MonitorConfig, TrackedRun
 from rft.types.metrics import MetricRecord
 
 
@@ -21,7 +21,9 @@ def noted(text: str) -> MetricRecord:
 
 @pytest.fixture
 async def part(tmp_path: Path):
-    made = MonitorPart(SimpleNamespace(monitor=MonitorSettings(folder=tmp_path)))  # type: ignore[arg-type]
+    made = MonitorPart(
+        SimpleNamespace(monitor=MonitorConfig(), tracked_run=TrackedRun(folder=tmp_path))
+    )  # type: ignore[arg-type]
     yield made
     await made.close()
 

@@ -293,13 +293,13 @@ def test_what_others_make_or_remove_while_they_are_looked_at_is_not_left(
     gone = tmp_path / "sem.mp-gone"
     gone.touch()
 
-    class Others(leftovers._Others):
+    class Users(leftovers._Users):
         def __init__(self, exclude: Collection[int] = ()) -> None:
             super().__init__(exclude)
             (tmp_path / "sem.mp-new").touch()
             gone.unlink(missing_ok=True)
 
-    monkeypatch.setattr(leftovers, "_Others", Others)
+    monkeypatch.setattr(leftovers, "_Users", Users)
     assert leftovers.compare(before, grace_s=0) == []
 
 

@@ -28,7 +28,7 @@ async def test_one_whose_death_is_found_twice_is_let_go_once() -> None:
     finding = asyncio.Event()
     go_on = asyncio.Event()
 
-    async def on_gone(member: Member, why: str) -> None:
+    async def on_gone(member: Member, reason: str) -> None:
         gone.append(member.name)
         finding.set()
         await go_on.wait()

@@ -22,7 +22,7 @@ from rft.errors import ConfigError, EngineFailed
 from rft.launch.parts import _models
 from rft.launch.start import probe_prompts
 from rft.testing.engine_contract import ask
-from rft.trainer.prefix import shared_length
+from rft.trainer.rows.prefix import shared_length
 from rft.types.modelfiles import vocab_size
 
 

@@ -23,11 +23,11 @@ import xxhash
 from rft.config.load import from_dict
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
-from rft.trainer import sharding
-from rft.trainer.learner import Learner
-from rft.trainer.pack import Budget, RankBatch, TrainRow, spread
-from rft.trainer.pack import plan as cut
-from rft.trainer.ranks import Ranks
+from rft.trainer.loop.learner import Learner
+from rft.trainer.loop.ranks import Ranks
+from rft.trainer.model import sharding
+from rft.trainer.rows.pack import Budget, RankBatch, TrainRow, spread
+from rft.trainer.rows.pack import plan as cut
 from rft.trainer.settings import LearnerSettings
 
 BASE: dict[str, Any] = {
@@ -220,7 +220,7 @@ CASES: list[tuple[str, Any, str, dict[str, Any]]] = [
         "order",
         {f"{T}.max_token_len_per_gpu": 60, f"{T}.shuffle_minibatches": True},
     ),
-    (f"{T}.use_remove_padding", False, "shapes", {}),
+    (f"{T}.row_layout", "padded", "shapes", {}),
     (f"{T}.enable_gradient_checkpointing", True, "layers", {}),
     (f"{T}.log_prob_micro_batch_size_per_gpu", 3, "shapes", FIXED),
     (f"{T}.log_prob_max_token_len_per_gpu", 60, "shapes", {}),
@@ -232,7 +232,7 @@ CASES: list[tuple[str, Any, str, dict[str, Any]]] = [
     (f"{C}.forward_micro_batch_size_per_gpu", 3, "critic_shapes", {**PPO, **FIXED}),
     (f"{C}.forward_max_token_len_per_gpu", 60, "critic_shapes", PPO),
     (f"{C}.use_dynamic_bsz", False, "critic_shapes", {**PPO, f"{C}.micro_batch_size_per_gpu": 3}),
-    (f"{C}.use_remove_padding", False, "critic_shapes", PPO),
+    (f"{C}.row_layout", "padded", "critic_shapes", PPO),
     (f"{C}.enable_gradient_checkpointing", True, "critic_layers", PPO),
     (f"{C}.optimizer.lr", 1e-2, "critic_lr", PPO),
     (f"{C}.optimizer.lr_warmup_steps_ratio", 0.5, "critic_lr", PPO),
@@ -310,7 +310,7 @@ def test_entropy_tiles() -> None:
     """
     import torch
 
-    from rft.trainer import logprobs
+    from rft.trainer.model import logprobs
 
     hidden = torch.randn(40, 8, requires_grad=True)
     weight = torch.randn(3000, 8)
@@ -332,14 +332,14 @@ def test_entropy_tiles() -> None:
         )
         for whole, keep_all in ((False, False), (True, False), (False, True)):
             seen.clear()
-            made, entropies = logprobs.token_logprobs(
+            made, entropies, _ = logprobs.token_logprobs(
                 hidden,
                 weight,
                 targets,
                 ones,
                 chunk_tokens=16,
                 entropy=True,
-                whole=whole,
+                one_tile=whole,
                 keep_all=keep_all,
             )
             assert entropies is not None and made.grad_fn is not None
@@ -379,8 +379,6 @@ GPU_CASES: dict[str, tuple[Any, Callable[[LearnerSettings], Any], Any, Any, dict
         ("float32", False),
         {"trainer.world_size": 1},
     ),
-    "trainer.param_offload": (True, STORED, "cuda", "cpu", {}),
-    "trainer.optimizer_offload": (True, STORED, "cuda", "cpu", {}),
     "trainer.offload_policy": (True, STORED, "cuda", "cpu", {}),
     "trainer.ref.param_offload": (True, lambda m: m.ref_offload, False, True, {}),
     "trainer.ref.reshard_after_forward": (
@@ -391,21 +389,13 @@ GPU_CASES: dict[str, tuple[Any, Callable[[LearnerSettings], Any], Any, Any, dict
         {},
     ),
     "trainer.reshard_after_forward": (False, lambda m: m.reshard_after_forward, True, False, {}),
-    "trainer.critic.param_offload": (True, lambda m: STORED(_critics(m)), "cuda", "cpu", {}),
-    "trainer.critic.optimizer_offload": (True, lambda m: STORED(_critics(m)), "cuda", "cpu", {}),
-    "trainer.use_fused_kernels": (
-        True,
-        lambda m: m.fused_logprobs,
-        False,
-        True,
-        {"trainer.fused_kernel_backend": "triton"},
-    ),
+    "trainer.critic.offload_policy": (True, lambda m: STORED(_critics(m)), "cuda", "cpu", {}),
     "trainer.fused_kernel_backend": (
         "triton",
         lambda m: m.fused_logprobs,
         False,
         True,
-        {"trainer.use_fused_kernels": True},
+        {},
     ),
 }
 
@@ -520,7 +510,7 @@ async def test_a_part_that_does_not_start_in_time_is_named() -> None:
     ids=["rank 0", "ranks", "all_ranks"],
 )
 def test_who_is_traced(written: dict[str, Any], ranks: list[int], tmp_path: Path) -> None:
-    from rft.trainer.profiling import traced
+    from rft.trainer.loop.profiling import traced
 
     made = plan(
         **{
@@ -531,9 +521,9 @@ def test_who_is_traced(written: dict[str, Any], ranks: list[int], tmp_path: Path
         **written,
     )
     for rank in (0, 1):
-        with traced(made.learner.profiler, rank, 1):
+        with traced(made.learner.profiler, made.learner.profile_folder, rank, 1):
             np.zeros(3).sum()
-    files = sorted(p.name for p in made.learner.profiler.folder.iterdir())
+    files = sorted(p.name for p in made.learner.profile_folder.iterdir())
     assert files == [f"step_1_rank_{rank}.json" for rank in ranks]
 
 

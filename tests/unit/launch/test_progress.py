@@ -15,6 +15,7 @@ from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
 from rft.worker.waiting import ACTIVITY_S, Activity
 from tests.helpers import simulated
+from tests.helpers.asked_ledger import EVIL
 
 VALUES = {
     "experience/reward/mean": 0.53125,
@@ -57,6 +58,13 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
         "eval  step 0: sums mean@8 0.280",
         "step 3/15  reward 0.531  length 12  staleness 1  tok/s 50  s/step 8.0  ETA 1m36s",
     ]
+
+
+def test_control_characters_of_a_note_are_escapes() -> None:
+    note = MetricRecord(role="explorer", step=1, time=0.0, values={}, notes=(EVIL,))
+    text = shown(False, 15, note)
+    assert "a\\x1b[31mred" in text
+    assert not set(text) & {"\x1b", "\x07", "\x9b", "\u202e"}
 
 
 def test_an_alarm_of_the_trainer_is_no_step() -> None:

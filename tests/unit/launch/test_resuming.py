@@ -19,7 +19,7 @@ from rft.launch.modes import TrainOffline
 from rft.launch.rundir import RunDir
 from rft.launch.start import begin
 from rft.testing.storage_contract import fill
-from rft.trainer import manifest as manifests
+from rft.trainer.checkpoint import manifest as manifests
 from rft.types.ids import Version
 from rft.types.ports import Consumption
 

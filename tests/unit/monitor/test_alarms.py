@@ -15,13 +15,12 @@ import pytest
 from alarm_rates import PLANTED, Policy, clean, raised, records
 
 from rft.config.load import load
-from rft.config.schema.root import AlarmsConfig
 from rft.errors import ConfigError, RunFailed
 from rft.launch.coordinator import MonitorPart
 from rft.monitor.alarm_rules import RULES
 from rft.monitor.alarms import WINDOW, AlarmFinding, Alarms, History
 from rft.monitor.read import read
-from rft.monitor.settings import LEVELS, MonitorSettings
+from rft.monitor.settings import AlarmsConfig, MonitorConfig, TrackedRun
 from rft.types.metrics import MetricRecord, Role
 from tests.helpers.counted import Counted
 
@@ -38,7 +37,7 @@ def record(role: Role, step: int, **values: float) -> MetricRecord:
 
 
 def alarms(found: list[MetricRecord], **levels: str) -> list[AlarmFinding]:
-    watch = Alarms({**LEVELS, **levels}, RULES)
+    watch = Alarms({**AlarmsConfig().model_dump(), **levels}, RULES)
     return [f for r in found for f in watch.see(r)]
 
 
@@ -62,9 +61,8 @@ def test_a_clean_run_is_silent(number: int) -> None:
     assert raised(records(replace(clean(number), steps=60, tasks=8, runs=4))) == []
 
 
-def test_every_alarm_has_a_rule_a_level_and_a_key() -> None:
-    assert set(RULES) == set(LEVELS) == set(AlarmsConfig.model_fields)
-    assert AlarmsConfig().model_dump() == LEVELS
+def test_every_alarm_has_a_rule_and_a_key() -> None:
+    assert set(RULES) == set(AlarmsConfig.model_fields)
 
 
 def explored(step: int, reward: float, **more: float) -> MetricRecord:
@@ -159,14 +157,14 @@ def test_a_judge_that_gives_everything_the_same() -> None:
 
 def test_an_alarm_is_raised_once_and_off_is_off() -> None:
     jump = [record("trainer", s, actor__kl_loss=0.01 if s <= 20 else 9.0) for s in range(1, 60)]
-    watch = Alarms(dict(LEVELS), RULES)
+    watch = Alarms(AlarmsConfig().model_dump(), RULES)
     assert len([f for r in jump for f in watch.see(r)]) == 1
     assert alarms(jump, kl_jump="off") == []
 
 
 @pytest.mark.parametrize("fault", PLANTED)
 async def test_a_resumed_run_raises_nothing_again(fault: str, tmp_path: Path) -> None:
-    plan: Any = SimpleNamespace(monitor=MonitorSettings(folder=tmp_path))
+    plan: Any = SimpleNamespace(monitor=MonitorConfig(), tracked_run=TrackedRun(folder=tmp_path))
     told = list(records(replace(SMALL, **PLANTED[fault][0])))  # type: ignore[arg-type]
     first = MonitorPart(plan)
     for r in told:
@@ -193,7 +191,7 @@ def test_a_record_of_a_resumed_run_costs_the_same_however_many_there_are() -> No
             for s in range(steps)
         ]
         with Counted() as counted:
-            Alarms(dict(LEVELS), RULES).resume(told)
+            Alarms(AlarmsConfig().model_dump(), RULES).resume(told)
         return counted.lines / steps
 
     few = lines(100)
@@ -205,14 +203,16 @@ def test_a_series_of_a_run_that_goes_back_or_reports_late() -> None:
     history = History()
     for step, value in [(1, 1.0), (3, 3.0), (2, 2.0), (3, 3.5), (4, float("nan"))]:
         history.add(record("explorer", step, rollout__entropy=value))
-    assert history.of("rollout/entropy") == [(1, 1.0), (2, 2.0), (3, 3.5)]
+    assert history.series("rollout/entropy") == [(1, 1.0), (2, 2.0), (3, 3.5)]
     for step in range(4, 41):
         history.add(record("explorer", step, rollout__entropy=0.0))
     history.add(record("explorer", 20, rollout__entropy=7.0))
-    assert history.of("rollout/entropy")[-1] == (20, 7.0), "it went on from a checkpoint"
+    assert history.series("rollout/entropy")[-1] == (20, 7.0), "it went on from a checkpoint"
     for step in range(21, 2000):
         history.add(record("explorer", step, rollout__entropy=1.0))
-    assert len(history.of("rollout/entropy")) <= 550 and history.of("rollout/entropy")[0] == (
+    assert len(history.series("rollout/entropy")) <= 550 and history.series("rollout/entropy")[
+        0
+    ] == (
         1,
         1.0,
     )
@@ -220,8 +220,10 @@ def test_a_series_of_a_run_that_goes_back_or_reports_late() -> None:
 
 
 async def test_stop_ends_the_run_after_it_was_told(tmp_path: Path) -> None:
-    levels = {**LEVELS, "kl_jump": "stop"}
-    plan = SimpleNamespace(monitor=MonitorSettings(folder=tmp_path, alarms=levels))  # type: ignore[arg-type]
+    plan = SimpleNamespace(
+        monitor=MonitorConfig(alarms=AlarmsConfig(kl_jump="stop")),
+        tracked_run=TrackedRun(folder=tmp_path),
+    )
     part = MonitorPart(plan)  # type: ignore[arg-type]
     for step in range(1, 22):
         await part.log(record("trainer", step, actor__kl_loss=0.01 if step < 21 else 9.0))

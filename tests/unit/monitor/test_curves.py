@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -83,3 +84,24 @@ def test_tens_of_curves_leave_room_for_the_axes() -> None:
     ends = [[float(place.partition(",")[2]) for place in line] for line in lines]
     assert len(ends) == 40 and all(0 < y < height for line in ends for y in line)
     assert ends[-1][0] - ends[-1][1] >= 100, "the greatest value is above the least"
+
+
+def axis(points: list[tuple[float, float]], anchor: str) -> list[str]:
+    """The numbers at one axis: "end" at the left, "middle" below."""
+    drawn = svg({"a": points})
+    return re.findall(rf'text-anchor="{anchor}"[^>]*>([^<]*)<', drawn)
+
+
+@pytest.mark.parametrize("steps", [range(1, 4), range(3), range(1, 3), range(7, 8)])
+def test_steps_are_whole_numbers(steps: range) -> None:
+    below = axis([(float(s), 0.5) for s in steps], "middle")
+    assert below and all(number.isdigit() for number in below)
+
+
+def test_times_may_have_parts() -> None:
+    assert "0.5" in axis([(0.0, 1.0), (1.5, 2.0)], "middle")
+
+
+def test_a_share_that_is_always_zero_is_drawn_from_zero() -> None:
+    left = [float(number) for number in axis([(1.0, 0.0), (2.0, 0.0)], "end")]
+    assert min(left) == 0 and max(left) == 1

@@ -25,7 +25,7 @@ from rft.monitor import monitor as mirror
 from rft.monitor.base import OneRun, Row, Tracker, markdown, remembered_id
 from rft.monitor.monitor import ALARM, Monitor, check_available
 from rft.monitor.read import Records, read, series
-from rft.monitor.settings import MonitorSettings
+from rft.monitor.settings import MonitorConfig, TrackedRun
 from rft.plugins import REGISTRY, Plugin
 from rft.types.metrics import MetricRecord
 
@@ -35,7 +35,7 @@ def record(step: int, role: str = "trainer", **values: float) -> MetricRecord:
 
 
 def monitor(folder: Path, *kinds: str, **args: Any) -> Monitor:
-    return Monitor(MonitorSettings(folder=folder, kinds=kinds, args=args))
+    return Monitor(MonitorConfig(monitor_type=kinds, monitor_args=args), TrackedRun(folder=folder))
 
 
 class Recorder(Tracker):
@@ -43,8 +43,8 @@ class Recorder(Tracker):
 
     opened: ClassVar[list[Recorder]] = []
 
-    def __init__(self, settings: MonitorSettings, args: Any) -> None:
-        super().__init__(settings, args)
+    def __init__(self, run: TrackedRun, args: Any) -> None:
+        super().__init__(run, args)
         self.records: list[MetricRecord] = []
         self.closed = False
         self.opened.append(self)
@@ -64,7 +64,7 @@ class Failing(Recorder):
 
 
 class NeverOpens(Recorder):
-    def __init__(self, settings: MonitorSettings, args: Any) -> None:
+    def __init__(self, run: TrackedRun, args: Any) -> None:
         sys.exit("login needed")
 
 
@@ -82,7 +82,7 @@ def _plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     for cls in (Recorder, Failing, NeverOpens, Stuck):
         name = cls.__name__.lower()
         monkeypatch.setitem(
-            REGISTRY._found, ("monitor", name), Plugin("monitor", name, cls, "test", cls.Args)
+            REGISTRY._plugins, ("monitor", name), Plugin("monitor", name, cls, "test", cls.Args)
         )
 
 
@@ -113,10 +113,10 @@ def test_a_killed_writer_loses_nothing(tmp_path: Path) -> None:
     code = (
         "import asyncio, os, signal, sys\nfrom pathlib import Path\n"
         "from rft.monitor.monitor import Monitor\nfrom rft.monitor.settings import "
-        "MonitorSettings\n"
+        "MonitorConfig, TrackedRun\n"
         "from rft.types.metrics import MetricRecord\n"
         "async def main():\n"
-        "    m = Monitor(MonitorSettings(folder=Path(sys.argv[1])))\n"
+        "    m = Monitor(MonitorConfig(), TrackedRun(folder=Path(sys.argv[1])))\n"
         "    for step in range(50):\n"
         "        await m.log(MetricRecord(role='trainer', step=step, time=0.0, values={'loss': "
         "1.0}))\n"
@@ -266,7 +266,8 @@ async def test_samples_hold_whatever_a_taskset_made(tmp_path: Path) -> None:
 
 async def test_first_samples_are_shown_and_all_are_dumped(tmp_path: Path) -> None:
     m = Monitor(
-        MonitorSettings(folder=tmp_path / "run", num_samples=2, dump_dir=tmp_path / "dumps")
+        MonitorConfig(log_eval_samples=2, eval_dump_dir=str(tmp_path / "dumps")),
+        TrackedRun(folder=tmp_path / "run"),
     )
     await m.samples("eval/sums", 7, [{"task": i} for i in range(5)])
     await m.close()
@@ -276,7 +277,7 @@ async def test_first_samples_are_shown_and_all_are_dumped(tmp_path: Path) -> Non
 
     assert tasks(tmp_path / "run" / "samples" / "eval_sums_7.jsonl") == [0, 1]
     assert tasks(tmp_path / "dumps" / "eval_sums_7.jsonl") == [0, 1, 2, 3, 4]
-    none = Monitor(MonitorSettings(folder=tmp_path / "none", num_samples=0))
+    none = Monitor(MonitorConfig(log_eval_samples=0), TrackedRun(folder=tmp_path / "none"))
     await none.samples("eval/sums", 7, [{"task": 0}])
     await none.close()
     assert not (tmp_path / "none" / "samples").exists()
@@ -401,14 +402,12 @@ async def test_a_name_of_two_roles_is_the_first_ones_also_when_the_run_resumes(
     for role, value in (("explorer", 1.0), ("trainer", 0.5)):
         await m.log(record(1, role, spread=value))
     await m.close()
-    assert (
-        Names(MonitorSettings(folder=tmp_path), None).name("trainer", "spread") == "trainer/spread"
-    )
+    assert Names(TrackedRun(folder=tmp_path), None).name("trainer", "spread") == "trainer/spread"
     assert series(read(tmp_path / "metrics.jsonl"), "spread") == [(1, 1.0)]
 
 
 def test_one_run_keeps_names_of_different_roles_apart(tmp_path: Path) -> None:
-    names = Names(MonitorSettings(folder=tmp_path), None)
+    names = Names(TrackedRun(folder=tmp_path), None)
     assert [names.name(r, "time/step") for r in ("trainer", "explorer", "trainer")] == [
         "time/step",
         "explorer/time/step",

@@ -21,6 +21,7 @@ from rft.reward.readings import UnreadableTruth
 from rft.worker import job_pool
 from tests.helpers.answers import make_transcript, task
 
+pytestmark = pytest.mark.extra("worlds")  # rewards of data sets are an extra
 ANSWERS = {  # how an answer states a value, by reward
     "exact_answer": "So it is {}.",
     "gsm8k_reward": "We add.\n#### {}",

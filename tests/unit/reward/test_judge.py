@@ -203,8 +203,8 @@ def test_the_rules_stand_in_the_system_message_also_with_one_of_its_own() -> Non
 
 
 def test_scales_and_choices() -> None:
-    assert Scale(1, 10).value(1) == 0.1 and Scale(0, 1, whole=False).check(0.25) == 0.25
-    assert WordChoice(("yes", "no")).says == '"yes" or "no"'
+    assert Scale(1, 10).value(1) == 0.1 and Scale(0, 1, integer=False).check(0.25) == 0.25
+    assert WordChoice(("yes", "no")).form == '"yes" or "no"'
     for low, high in ((3, 3), (5, 1), (-2, 0)):
         with pytest.raises(ValueError, match="a scale from"):
             Scale(low, high)

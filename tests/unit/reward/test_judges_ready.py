@@ -229,7 +229,7 @@ async def test_a_judge_may_be_one_part_of_a_reward_and_be_shaped() -> None:
 
 
 def test_check_says_which_model_is_missing(tiny_model: Path, tmp_path: Path) -> None:
-    from rft.config.verify import check
+    from rft.preflight.check import check
     from rft.testing import tiny
 
     config = Path(__file__).parents[3] / "examples" / "tiny" / "config.yaml"

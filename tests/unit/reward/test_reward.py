@@ -191,6 +191,7 @@ async def test_a_killed_worker_is_replaced_and_asked_again(math_pool):
     assert math_pool.restarts > restarts
 
 
+@pytest.mark.extra("worlds")
 async def test_a_truth_that_math_verify_cannot_read_is_refused(math_pool):
     for name in ("math_reward", "math_boxed_reward", "accuracy_reward", "math_dapo_reward"):
         with pytest.raises(UnreadableTruth, match="formula that math-verify can read"):
@@ -409,6 +410,7 @@ async def test_numbers_of_numpy_are_numbers(given):
         assert all(type(part) is float for part in got.parts.values())
 
 
+@pytest.mark.extra("migrate")
 def test_a_deadline_that_a_reward_would_not_keep_is_refused():
     with pytest.raises(ConfigError, match="has until explorer"):
         build("exact_answer", {"reward_timeout_s": 5})
@@ -451,3 +453,24 @@ async def test_what_a_rewards_own_code_raises_is_told_as_its_own(tmp_path):
         await hook(made.prepare, {"judge": client})
         await hook(made.close)
         assert not client, "hooks need not be async"
+
+
+async def test_a_weighted_reward_tells_its_weights(tmp_path):
+    """0.2 x 0.5 + 2 x 1 = 2.1; a part that is unscored has no term."""
+    file = tmp_path / "parts.py"
+    file.write_text(
+        "from rft import Score\n"
+        "def half(task, transcript): return {'x': 0.25, 'y': 0.25}\n"
+        "def one(task, transcript): return 1.0\n"
+        "def none(task, transcript): return Score(value=None)\n"
+    )
+    rewards = {
+        "half": {"reward": f"{file}:half", "weight": 0.2},
+        "one": {"reward": f"{file}:one", "weight": 2.0},
+        "none": {"reward": f"{file}:none", "optional": True},
+    }
+    built = build("weighted_reward", {"rewards": rewards})
+    result = await score(built, task(), make_transcript("a"))
+    assert result.value == pytest.approx(2.1)
+    assert result.weights == {"half": 0.2, "one": 2.0}
+    assert result.parts == {"half/x": 0.25, "half/y": 0.25, "half": 0.5, "one": 1.0}

@@ -29,8 +29,8 @@ from rft.buffer.mixing import Mix
 from rft.buffer.settings import BufferSettings, MixSettings, ReplaySettings
 from rft.testing import tiny
 from rft.testing.storage_contract import fill, group, take
-from rft.trainer.learner import Learner
-from rft.trainer.pack import RankBatch
+from rft.trainer.loop.learner import Learner
+from rft.trainer.rows.pack import RankBatch
 from rft.trainer.settings import LearnerSettings, LoraSettings
 from rft.types.ids import Version
 from tests.helpers.counted import Counted

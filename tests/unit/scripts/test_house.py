@@ -103,14 +103,15 @@ def test_names_that_name_nothing(house: Any, tmp_path: Path) -> None:
 
 
 def test_a_figure_may_not_leave_its_goal_nor_get_worse(house: Any) -> None:
-    table = [house.Figure("a", 10, 11), house.Figure("b", 10, 20), house.Figure("c", 10, 20)]
-    assert house.worse(table, {"b": 20, "c": 19}) == ["a: 11, at most 10", "c: 20, at most 19"]
+    table = [house.Figure("a", 10, 11), house.Figure("b", 10, 200.5), house.Figure("c", 10, 202)]
+    ceilings = {"b": 200, "c": 200}
+    assert house.worse(table, ceilings) == ["a: 11, at most 10", "c: 202, at most 201"]
 
 
 @pytest.mark.e2e
 def test_the_table_of_this_package_and_its_reading_order(
     house: Any, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    assert all(path.is_file() for path in house.reading_order())
+    assert 1000 < house.reading_order() <= 1800
     monkeypatch.setattr(sys, "argv", ["house.py", "--check"])
     assert house.main() == 0 and "tokens of the core" in capsys.readouterr().out

@@ -18,7 +18,7 @@ from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import ConfigError, ConfigErrors, PluginError
 from rft.monitor.monitor import ALARM, Monitor, check_available
 from rft.monitor.read import read
-from rft.monitor.settings import MonitorSettings
+from rft.monitor.settings import MonitorConfig, TrackedRun
 from rft.taskset.open_source import open_taskset
 from rft.taskset.settings import TasksetSettings
 from rft.types.metrics import MetricRecord
@@ -125,7 +125,10 @@ async def test_a_tracker(file: Write, tmp_path: Path) -> None:
     check_available([name], {name: args})
     with pytest.raises(ConfigError, match="end: Field required"):
         check_available([name], {name: {}})
-    monitor = Monitor(MonitorSettings(folder=tmp_path / "run", kinds=(name,), args={name: args}))
+    monitor = Monitor(
+        MonitorConfig(monitor_type=(name,), monitor_args={name: args}),
+        TrackedRun(folder=tmp_path / "run"),
+    )
     await monitor.log(MetricRecord(role="trainer", step=1, time=0.0, values={"loss": 0.5}))
     await monitor.samples("sums", 0, [{"prompt": "1+1?"}])
     await monitor.close()
@@ -214,7 +217,7 @@ def test_every_part_of_an_algorithm(file: Write) -> None:
     ]
     stats = GroupStats(group="g", rewards=(0.0, 1.0), mean=0.5, std=0.5**0.5)
     prepared = algorithm.prepare(StepInputs(rows=rows, groups={"g": stats}))
-    assert prepared.drawn == [1] and [a.tolist() for a in prepared.advantages] == [[2.0, 2.0]]
+    assert prepared.selected == [1] and [a.tolist() for a in prepared.advantages] == [[2.0, 2.0]]
     assert algorithm.needs.kl_loss and algorithm.needs.entropy
     out = algorithm.loss(inputs())
     assert out.loss.item() == pytest.approx(2 * 1.5 + 2 * 0.25 - 2 * 1.0), (

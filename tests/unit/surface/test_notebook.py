@@ -15,7 +15,7 @@ import pytest
 
 import rft
 from rft.errors import ConfigError, Interrupted, PayloadDamaged, RunFailed
-from rft.trainer import manifest as manifests
+from rft.trainer.checkpoint import manifest as manifests
 from rft.types.ids import Version
 from rft.types.ports import Consumption
 from tests.helpers import runs
@@ -53,6 +53,11 @@ async def test_rollouts_are_those_of_the_view(run_dir: Path) -> None:
     assert len(every) == count[0]["n"] == 22
     assert len(run.rollouts(step=1)) == 8 == len(run.rollouts("used_step = 1"))
     assert run.rollouts("status = 'failed' -- a remark")["reason"][:] == ["timeout"]
+    ordered = run.rollouts(order="-num_tokens")
+    assert ordered["num_tokens"][:] == sorted(every["num_tokens"][:], reverse=True)
+    assert sorted(ordered["id"][:]) == every["id"][:]
+    with pytest.raises(ConfigError, match=r"no column\.  Did you mean reward\?"):
+        run.rollouts(order="rewrd")
     none = run.rollouts("reward > 1e9", step=1)
     assert len(none) == 0 and none.features == every.features, (
         "columns and their types do not depend on the rows"
@@ -120,7 +125,8 @@ def test_metrics_of_a_run_that_is_being_written(tmp_path: Path) -> None:
     assert "rollout/reward/mean" in run.plot("rollout/reward/mean").svg
     with pytest.raises(
         ConfigError,
-        match=r"rollout/rewrd: was never measured; there are rollout/reward/mean, actor/loss",
+        match=r"rollout/rewrd: was never measured\.  Did you mean rollout/reward/mean\?"
+        r"  There are 2: rollout/reward/mean, actor/loss",
     ):
         run.plot("rollout/rewrd")
     measured(folder, rest='{"role": 1}\n')

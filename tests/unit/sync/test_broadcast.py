@@ -25,11 +25,12 @@ from rft import fault_injection as faults
 from rft.collective.broadcast import Bucket, TrainerEnd, buckets
 from rft.engine.weights import TakenWeights, WeightIntake
 from rft.errors import WeightSyncFailed
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import FixedSync, SyncConfig
 from rft.sync.transport.nccl import BroadcastTransport
 from rft.types import delta
 from rft.types.ids import Version
 from rft.types.ports import Broadcast, TensorSpec, WeightManifest
+from tests.helpers.sync_config import SmallBuckets
 
 CHILD = """
 import sys, msgspec, torch.distributed
@@ -52,15 +53,14 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def settings(**changes: object) -> SyncSettings:
-    return SyncSettings(
-        **({"method": "nccl", "bucket_bytes": 64 << 10, "timeout_s": 20.0} | changes)
-    )  # type: ignore[arg-type]
+def config(bucket_bytes: int | None = 64 << 10, overlap: bool = False) -> SyncConfig:
+    nccl = SmallBuckets(size=bucket_bytes, overlap_broadcast_and_load=overlap)
+    return FixedSync(sync_method="nccl", sync_timeout=20.0, nccl=nccl)
 
 
 @pytest.fixture
 def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BroadcastTransport]:
-    made = BroadcastTransport(settings(**getattr(request, "param", {})), tmp_path)
+    made = BroadcastTransport(config(**getattr(request, "param", {})), tmp_path)
     yield made
     made.close()
 
@@ -114,7 +114,7 @@ class Group:
 
     @property
     def held(self) -> set[str]:
-        return {i._member._held for i in self.intakes if i._member is not None}
+        return {i._member._group_name for i in self.intakes if i._member is not None}
 
 
 def same(taken: TakenWeights, step: int) -> bool:
@@ -162,7 +162,7 @@ def test_every_worker_gets_every_byte(
     group = Group(transport, threads, 3)
     for step in (1, 2):
         taken = group.round(step, stage(transport, step))
-        assert all(t.report.whole and same(t, step) for t in taken)
+        assert all(t.report.intact and same(t, step) for t in taken)
     assert len(group.held) == 1
 
 
@@ -213,7 +213,7 @@ def test_a_round_that_is_given_up_ends_at_once(
     manifest = invited(stage(transport, 1), 4, (1, 1))
     here = threads.submit(WeightIntake().take, manifest)
     sent = threads.submit(asyncio.run, transport.send(manifest))
-    asyncio.run(transport.abandon(4, "engine 1 died"))
+    asyncio.run(transport.abort_round(4, "engine 1 died"))
     with pytest.raises(WeightSyncFailed, match="given up: engine 1 died"):
         sent.result(10)
     assert "given up: engine 1 died" in here.result(10).report.failed
@@ -225,7 +225,7 @@ def test_only_what_is_held_is_sent(transport: BroadcastTransport, tmp_path: Path
     transport.release(Version(1, 1))
     with pytest.raises(WeightSyncFailed, match=r"1:1 is not held here any more"):
         asyncio.run(transport.send(manifest))
-    other = BroadcastTransport(settings(), tmp_path)
+    other = BroadcastTransport(config(), tmp_path)
     try:
         with pytest.raises(WeightSyncFailed, match="not staged by this start of the trainer"):
             asyncio.run(other.send(manifest))
@@ -274,7 +274,7 @@ def moved(group: Group, number: int, step: int, **damage: bool) -> list[TakenWei
     if step > 1:
         group.transport.release(Version(1, step - 1))
     for t in taken:
-        if t.report.whole:
+        if t.report.intact:
             assert all(
                 torch.equal(t.weights.tensor(s), narrow(step)[s.name]) for s in manifest.tensors
             )
@@ -302,17 +302,17 @@ def test_who_does_not_hold_the_version_before_gets_all_of_the_new_one(
     nbytes = sum(w.nbytes for w in narrow(1).values())
     moved(group, 1, 1)
     assert [bool(t.report.bad_hash) for t in moved(group, 2, 2, engine1=True)] == [False, True]
-    assert all(t.report.whole and t.report.moved_bytes >= nbytes for t in moved(group, 3, 3)), (
+    assert all(t.report.intact and t.report.moved_bytes >= nbytes for t in moved(group, 3, 3)), (
         "engine 1 has damaged bytes"
     )
-    assert all(t.report.whole and t.report.moved_bytes < nbytes for t in moved(group, 4, 4))
+    assert all(t.report.intact and t.report.moved_bytes < nbytes for t in moved(group, 4, 4))
     group.intakes[1] = WeightIntake()
-    assert all(t.report.whole and t.report.moved_bytes >= nbytes for t in moved(group, 5, 5)), (
+    assert all(t.report.intact and t.report.moved_bytes >= nbytes for t in moved(group, 5, 5)), (
         "engine 1 was restarted"
     )
-    assert all(t.report.whole and t.report.moved_bytes < nbytes for t in moved(group, 6, 6))
+    assert all(t.report.intact and t.report.moved_bytes < nbytes for t in moved(group, 6, 6))
     transport.release(Version(1, 6))
-    assert all(t.report.whole and t.report.moved_bytes >= nbytes for t in moved(group, 7, 7)), (
+    assert all(t.report.intact and t.report.moved_bytes >= nbytes for t in moved(group, 7, 7)), (
         "the trainer has it no more"
     )
 
@@ -322,11 +322,11 @@ def test_changes_of_other_bytes_than_a_worker_holds_are_found(
 ) -> None:
     group = Group(transport, threads, 1)
     moved(group, 1, 1)
-    kept = group.intakes[0]._kept
+    kept = group.intakes[0]._buffer
     assert kept is not None
     kept[12] ^= 1
     assert [t.report.bad_hash for t in moved(group, 2, 2)] == [("layer.0",)]
-    assert all(t.report.whole for t in moved(group, 3, 3))
+    assert all(t.report.intact for t in moved(group, 3, 3))
 
 
 def test_of_wider_weights_nothing_is_kept(
@@ -338,7 +338,7 @@ def test_of_wider_weights_nothing_is_kept(
         assert taken.report.moved_bytes == sum(
             b.end - b.start for b in buckets(taken.weights.manifest.tensors, 64 << 10)
         )
-    assert group.intakes[0]._kept is None
+    assert group.intakes[0]._buffer is None
 
 
 # ---------------------------------------------------------------- processes
@@ -402,7 +402,7 @@ def test_a_worker_killed_between_two_buckets_costs_one_round(
         assert children[1].process.wait(10) == -9
         sending, taken = round(2, [children[0], children[2]])
         sending.result(60)
-        assert taken.report.whole and same(taken, 1)
+        assert taken.report.intact and same(taken, 1)
         sums = [float(t.double().sum()) for t in weights(1).values()]
         assert [children[i].answer() for i in (0, 2)] == [("", [], sums)] * 2
     finally:
@@ -426,7 +426,7 @@ def test_nothing_listens_beyond_this_machine(
 
 async def test_threads_of_torch_end_with_the_transport(tmp_path: Path) -> None:
     before = threading.active_count()
-    made = BroadcastTransport(settings(), tmp_path)
+    made = BroadcastTransport(config(), tmp_path)
     await asyncio.to_thread(made.close)
     made.close()
     assert threading.active_count() <= before + 1

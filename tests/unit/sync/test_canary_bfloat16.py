@@ -20,12 +20,12 @@ from rft.engine.transformers import TransformersEngine
 from rft.errors import WeightSyncFailed
 from rft.launch.start import probe_prompts
 from rft.sync.canary import Canary, Probe, Verdict
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import FixedSync, SyncRuntime
 from rft.sync.transport.memory import MemoryTransport
 from rft.testing import tiny
-from rft.trainer import tensors
-from rft.trainer.learner import Learner
-from rft.trainer.ranks import Ranks
+from rft.trainer.loop.learner import Learner
+from rft.trainer.loop.ranks import Ranks
+from rft.trainer.model import tensors
 from rft.trainer.settings import LearnerSettings
 from rft.types.ids import Version
 from rft.types.ports import Scorer, ScoreRow
@@ -83,7 +83,7 @@ class Pair:
                 return pair.transport.stage(version, all_changed(), tied)
 
         await self.engine.pause()
-        assert (await self.engine.load(await self.ranks.stage(version, Changing()))).whole
+        assert (await self.engine.load(await self.ranks.stage(version, Changing()))).intact
         await self.engine.resume()
         self.published = self.published or right
         return version
@@ -131,12 +131,10 @@ async def test_right_weights_pass_and_wrong_ones_do_not(
     model = tiny.make(
         tmp_path / "model", family=family, initializer_range=0.1, num_hidden_layers=3, **more
     )
-    settings = SyncSettings(
-        engine_dtype="bfloat16", trainer_dtype="bfloat16", canary_temperature=0.8
-    )
+    runtime = SyncRuntime(engine_dtype="bfloat16", trainer_dtype="bfloat16", canary_temperature=0.8)
     async with pair(model, tmp_path) as sides:
         canaries = [
-            Canary(settings, probe_prompts(str(model), 8, seed), sides.ranks)
+            Canary(FixedSync(), runtime, probe_prompts(str(model), 8, seed), sides.ranks)
             for seed in range(SEEDS)
         ]
         first = await sides.publish()
@@ -179,10 +177,10 @@ async def test_right_weights_pass_and_wrong_ones_do_not(
 async def test_a_float32_trainer_knows_what_a_bfloat16_engine_rounds(tmp_path: Path) -> None:
     """U1: the noise is that of the shorter type, which the trainer itself does not have."""
     model = tiny.make(tmp_path / "model", initializer_range=0.1, num_hidden_layers=3)
-    settings = SyncSettings(engine_dtype="bfloat16", trainer_dtype="float32")
+    runtime = SyncRuntime(engine_dtype="bfloat16", trainer_dtype="float32")
     async with pair(model, tmp_path, "float32") as sides:
         version = await sides.publish()
-        canary = Canary(settings, probe_prompts(str(model), 8, 0), sides.ranks)
+        canary = Canary(FixedSync(), runtime, probe_prompts(str(model), 8, 0), sides.ranks)
         verdict = await canary.check([await canary.probe(sides.engine, version)], [])
         assert verdict.noise is not None and 0.3 < verdict.noise.mean / verdict.error.mean < 10
 
@@ -193,10 +191,10 @@ async def test_a_temperature_is_the_same_on_both_sides(tiny_model: Path, tmp_pat
         version = await sides.publish()
 
         async def verdict(scorer: Scorer, temperature: float) -> Verdict:
-            settings = SyncSettings(
+            runtime = SyncRuntime(
                 canary_temperature=temperature, canary_tokens=16, engine_dtype="bfloat16"
             )
-            canary = Canary(settings, PROMPTS, scorer)
+            canary = Canary(FixedSync(), runtime, PROMPTS, scorer)
             return await canary.check([await canary.probe(sides.engine, version)], [])
 
         warm, cool = await verdict(sides.ranks, 1.0), await verdict(sides.ranks, 0.7)

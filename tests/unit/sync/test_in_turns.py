@@ -13,12 +13,13 @@ import pytest
 
 from rft.errors import EngineFailed, WeightSyncFailed
 from rft.sync.base import Transport
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import FixedSync
 from rft.sync.synchronizer import Synchronizer
 from rft.sync.transport.choose import make
 from rft.types.completion import Completion
 from rft.types.ids import Version
 from rft.types.ports import GenerateRequest, LoadReport, WeightManifest
+from tests.helpers.sync_config import sync_config
 from tests.unit.sync.test_synchronizer import PROMPTS, TableEngine, World, weights
 
 
@@ -65,9 +66,9 @@ class Turns(World):
     def __init__(self, transport: Transport, **settings: Any) -> None:
         super().__init__(transport, interval=2)
         self.engines: list[Any] = [Sleeper(), Sleeper()]
-        made = SyncSettings(in_turns=True, interval=2, timeout_s=20.0, **settings)
+        config, runtime = sync_config(in_turns=True, sync_timeout=20.0, **settings)
         self.sync = Synchronizer(
-            made, self.engines, self.trainer, self.schedule, PROMPTS, Version(1, 0)
+            config, runtime, self.engines, self.trainer, self.schedule, PROMPTS, Version(1, 0)
         )
 
     def told(self) -> list[list[str]]:
@@ -76,7 +77,7 @@ class Turns(World):
 
 @pytest.fixture
 def turns(tmp_path: Path) -> Iterator[Turns]:
-    transport = make(SyncSettings(), tmp_path)
+    transport = make(FixedSync(), tmp_path)
     yield Turns(transport)
     transport.close()
 

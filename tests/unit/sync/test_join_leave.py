@@ -13,7 +13,7 @@ import pytest
 from rft.engine.scripted import ScriptedEngine, logprobs, weights_key
 from rft.errors import DeadlineExceeded, EngineFailed, WeightSyncFailed
 from rft.sync.schedule import Schedule
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import SyncRuntime, TrainerDrivenSync
 from rft.sync.synchronizer import Synchronizer
 from rft.types.ids import Version
 from rft.types.ports import WeightManifest
@@ -55,9 +55,11 @@ def synchronizer(trainer: Trainer, **more: Any) -> Synchronizer:
     async def restart(index: int) -> None:
         raise EngineFailed("nobody owns it")
 
-    settings = SyncSettings(style="trainer_driven", timeout_s=more.pop("timeout_s", 20.0))
+    config = TrainerDrivenSync(sync_timeout=more.pop("sync_timeout", 20.0))
     schedule = Schedule(style="trainer_driven")
-    return Synchronizer(settings, (), trainer, schedule, PROMPTS, Version(1, 0), restart, **more)
+    return Synchronizer(
+        config, SyncRuntime(), (), trainer, schedule, PROMPTS, Version(1, 0), restart, **more
+    )
 
 
 async def test_the_first_version_waits_for_the_first_explorer():
@@ -74,7 +76,7 @@ async def test_the_first_version_waits_for_the_first_explorer():
 async def test_nobody_comes():
     trainer = Trainer()
     with pytest.raises(DeadlineExceeded, match="mode: explore"):
-        await synchronizer(trainer, timeout_s=0.01).publish(trainer.stage(0))
+        await synchronizer(trainer, sync_timeout=0.01).publish(trainer.stage(0))
 
 
 async def test_one_that_comes_later_gets_the_newest_version_and_a_number_of_its_own():

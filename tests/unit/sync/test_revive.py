@@ -17,7 +17,7 @@ from rft.engine.pool import EnginePool
 from rft.engine.scripted import ScriptedEngine, echo, logprobs, weights_key
 from rft.errors import EngineFailed, EngineStalled, WeightSyncFailed
 from rft.sync.schedule import Schedule
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import FixedSync, SyncRuntime
 from rft.sync.synchronizer import Synchronizer
 from rft.sync.transport.choose import make
 from rft.testing.engine_contract import ask
@@ -70,9 +70,10 @@ class World:
         self.restarted: list[int] = []
         self.refuse = False
         self.key = 0
-        self.transport: Any = make(SyncSettings(method=self.method), folder)
+        self.transport: Any = make(FixedSync(sync_method=self.method), folder)
         self.sync = Synchronizer(
-            SyncSettings(),
+            FixedSync(),
+            SyncRuntime(),
             self.engines,
             self,
             Schedule(),

@@ -17,13 +17,14 @@ from rft.engine.pool import EnginePool
 from rft.engine.scripted import ScriptedEngine, echo, logprobs, weights_key
 from rft.errors import WeightSyncFailed
 from rft.sync.schedule import Schedule
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import FixedSync
 from rft.sync.synchronizer import Synchronizer
 from rft.sync.transport.choose import make
 from rft.testing.engine_contract import ask
 from rft.types.ids import Version
 from rft.types.metrics import reduce
 from rft.types.ports import LoadReport, ScoreRow, WeightManifest
+from tests.helpers.sync_config import sync_config
 
 PROMPTS = [[10 + i, 20, 30] for i in range(8)]
 
@@ -71,11 +72,11 @@ class World:
         self.most_paused = 0
         self.engines = [Watched(self, i) for i in range(engines)]
         self.pool = EnginePool(self.engines)
-        self.transport = make(SyncSettings(method=method), folder)
+        self.transport = make(FixedSync(sync_method=method), folder)
         self.key = 0
-        sync = SyncSettings(**{"at_a_time": 1, "retries": 0, **settings})
+        sync = sync_config(**{"at_a_time": 1, "retries": 0, **settings})
         self.sync = Synchronizer(
-            sync, self.engines, self, Schedule(), PROMPTS, Version(1, 0), None, self.transport
+            *sync, self.engines, self, Schedule(), PROMPTS, Version(1, 0), None, self.transport
         )
 
     async def on_load(self, engine: Watched, manifest: WeightManifest) -> None: ...
@@ -166,8 +167,8 @@ async def test_what_takes_too_long_is_paused_and_goes_on(world: Any) -> None:
     await first.waiting(1)
     for _ in range(3):
         await asyncio.sleep(0)  # until it has begun to write
-    held = first._held  # the probes of the canary are not held
-    first._held = None
+    held = first._released  # the probes of the canary are not held
+    first._released = None
     await w.publish(1)
     assert held is not None
     held.set()

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rft.config.schema.synchronizer_section import SynchronizerConfig
 from rft.errors import ConfigError
 from rft.sync.schedule import Schedule
+from rft.sync.settings import FixedSync, FullyAsyncSync, SyncConfig
 
 
 def simulate(
@@ -176,17 +176,17 @@ def test_a_bound_that_cannot_be_kept_is_refused(k: int, s: int, limit: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("key", "wrong"),
+    ("section", "key", "wrong"),
     [
-        ("sync_interval", 0),
-        ("sync_offset", -1),
-        ("sync_style", "dynamic"),
-        ("staleness_threshold", -0.1),
+        (FixedSync, "sync_interval", 0),
+        (FixedSync, "sync_offset", -1),
+        (FixedSync, "sync_style", "dynamic"),
+        (FullyAsyncSync, "staleness_threshold", -0.1),
     ],
 )
-def test_nonsense_is_refused(key: str, wrong: object) -> None:
+def test_nonsense_is_refused(section: type[SyncConfig], key: str, wrong: object) -> None:
     with pytest.raises(ValidationError, match=key):
-        SynchronizerConfig.model_validate({key: wrong})
+        section.model_validate({key: wrong})
 
 
 @given(

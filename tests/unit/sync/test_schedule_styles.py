@@ -125,13 +125,13 @@ def test_a_quota_that_is_no_number_of_batches_never_stops_the_trainer() -> None:
 def test_when_the_explorer_asks() -> None:
     s = Schedule(style="explorer_driven", interval=2, offset=1)
     assert [b for b in range(8) if s.syncs_before(b)] == [3, 5, 7]
-    assert s.may_explore(2, 0, held=0, newest=9), "between two syncs it goes on"
-    assert not s.may_explore(3, 0, held=0, newest=1), "a step is under way"
-    assert s.may_explore(3, 0, held=0, newest=0), "there is nothing newer"
-    assert s.may_explore(3, 1, held=0, newest=5), "a version came since it asked"
-    assert s.must_publish(3, asked=True) and not s.must_publish(2)
+    assert s.may_explore(2, 0, prior=0, newest=9), "between two syncs it goes on"
+    assert not s.may_explore(3, 0, prior=0, newest=1), "a step is under way"
+    assert s.may_explore(3, 0, prior=0, newest=0), "there is nothing newer"
+    assert s.may_explore(3, 1, prior=0, newest=5), "a version came since it asked"
+    assert s.must_publish(3, demanded=True) and not s.must_publish(2)
     fixed = Schedule(interval=2)
-    assert not fixed.must_publish(3, asked=True) and fixed.must_publish(2)
+    assert not fixed.must_publish(3, demanded=True) and fixed.must_publish(2)
 
 
 def test_pictures() -> None:
@@ -196,7 +196,7 @@ def test_the_first_batch_that_waits_for_a_step(
     )
     step = start + ahead
     newest = max(
-        (t for t in range(start, step) if t == start or s.must_publish(t, asked=True)),
+        (t for t in range(start, step) if t == start or s.must_publish(t, demanded=True)),
         default=start,
     )
     first = s.first_after(step)

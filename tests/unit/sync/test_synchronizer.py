@@ -18,14 +18,15 @@ import torch
 from rft.errors import ConfigError, DeadlineExceeded, EngineFailed, RunFailed, WeightSyncFailed
 from rft.sync.base import Transport
 from rft.sync.schedule import Schedule
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import FixedSync, SyncRuntime
 from rft.sync.synchronizer import Synchronizer
 from rft.sync.transport.choose import make
 from rft.types.completion import Completion, VersionSpan
 from rft.types.ids import Version
 from rft.types.metrics import Metric
-from rft.types.ports import GenerateRequest, HeldRequests, LoadReport, ScoreRow, WeightManifest
+from rft.types.ports import GenerateRequest, LoadReport, PausedRequests, ScoreRow, WeightManifest
 from tests.helpers import simulated
+from tests.helpers.sync_config import sync_config
 
 V = 32
 H = 8
@@ -129,7 +130,7 @@ class TableEngine:
             probe_worst="head",
             verify_s=0.25,
             probe_s=0.5,
-            held=HeldRequests(requests=3, aborted=0, recomputed_tokens=40, tokens_per_s=100.0),
+            paused=PausedRequests(requests=3, aborted=0, recomputed_tokens=40, tokens_per_s=100.0),
         )
 
     async def resume(self) -> None:
@@ -190,9 +191,9 @@ class World:
         self.schedule = Schedule(
             interval=settings.pop("interval", 1), offset=settings.pop("offset", 0)
         )
-        settings.setdefault("timeout_s", 20.0)
+        settings.setdefault("sync_timeout", 20.0)
         self.sync = Synchronizer(
-            SyncSettings(**settings),
+            *sync_config(**settings),
             self.engines,
             self.trainer,
             self.schedule,
@@ -211,7 +212,7 @@ class World:
 
 @pytest.fixture
 def transport(tmp_path: Path) -> Iterator[Transport]:
-    made = make(SyncSettings(), tmp_path)
+    made = make(FixedSync(), tmp_path)
     yield made
     made.close()
 
@@ -288,7 +289,7 @@ async def test_rollouts_run_while_rows_wait_for_the_canary(world: World) -> None
     )
     await scoring.wait()
     assert await explore == Version(1, 1), "provisional: exploring may start"
-    assert all(e.go.is_set() != world.sync._settings.shares_cores for e in world.engines), (
+    assert all(e.go.is_set() != world.sync._runtime.shares_cores for e in world.engines), (
         "engines wait for the trainer's forward pass"
     )
     assert not rows.done() and not publish.done()
@@ -299,7 +300,7 @@ async def test_rollouts_run_while_rows_wait_for_the_canary(world: World) -> None
 async def test_what_a_canary_costs(transport: Transport) -> None:
     """64 tokens of an engine, and a scoring pass over them and a quarter of the previous ones."""
     world = World(transport)
-    each = len(PROMPTS[0]) + SyncSettings().canary_tokens - 1
+    each = len(PROMPTS[0]) + SyncRuntime().canary_tokens - 1
     said = [await world.publish(0), await world.publish(1)]
     assert [s["sync/canary_tokens"] for s in said] == [64, 64] and said[1][
         "sync/canary_moved"
@@ -588,7 +589,7 @@ async def test_an_unproven_roll_back_says_so(world: World) -> None:
 
 @pytest.mark.parametrize("where", ["load", "score"])
 async def test_a_hang_ends_at_the_deadline_and_names_who(transport: Transport, where: str) -> None:
-    world = World(transport, timeout_s=1.0, retries=0)
+    world = World(transport, sync_timeout=1.0, retries=0)
     await world.publish(0)
     if where == "load":
         world.engines[0].trouble = lambda n, m: "hang" if m.version.step == 1 else ""
@@ -679,7 +680,7 @@ async def test_fail_releases_everyone(world: World) -> None:
 
 def test_a_wait_without_news_ends_and_names_who_waited_for_whom(transport: Transport) -> None:
     async def waiting() -> None:
-        world = World(transport, timeout_s=10.0)
+        world = World(transport, sync_timeout=10.0)
         await world.publish(0)
         with pytest.raises(
             DeadlineExceeded,
@@ -693,7 +694,7 @@ def test_a_wait_without_news_ends_and_names_who_waited_for_whom(transport: Trans
 
 def test_news_from_the_trainer_renews_the_deadline(transport: Transport) -> None:
     async def told() -> None:
-        world = World(transport, timeout_s=10.0)
+        world = World(transport, sync_timeout=10.0)
         await world.publish(0)
         (final,) = await begun(world.sync.wait_final())
         for step in range(1, 5):

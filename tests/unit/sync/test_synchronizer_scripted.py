@@ -18,7 +18,7 @@ from rft import fault_injection as faults
 from rft.engine.scripted import ScriptedEngine, echo, logprobs, weights_key
 from rft.errors import WeightSyncFailed
 from rft.sync.schedule import Schedule
-from rft.sync.settings import SyncSettings
+from rft.sync.settings import FixedSync, SyncRuntime
 from rft.sync.synchronizer import Synchronizer
 from rft.sync.transport.choose import make
 from rft.types.ids import Version
@@ -36,7 +36,7 @@ SAID = {
 
 @pytest.fixture(params=["memory", "nccl"])
 def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
-    made = make(SyncSettings(method=request.param), tmp_path)
+    made = make(FixedSync(sync_method=request.param), tmp_path)
     yield made
     made.close()
 
@@ -85,7 +85,15 @@ async def test_every_fault_point_stops_the_sync(
     scorer = Scorer()
     engines = [FaultyEngine(answer=echo) for _ in range(2)]
     sync = Synchronizer(
-        SyncSettings(), engines, scorer, Schedule(), PROMPTS, Version(1, 0), None, transport
+        FixedSync(),
+        SyncRuntime(),
+        engines,
+        scorer,
+        Schedule(),
+        PROMPTS,
+        Version(1, 0),
+        None,
+        transport,
     )
 
     def stage(step: int) -> WeightManifest:
@@ -100,7 +108,7 @@ async def test_every_fault_point_stops_the_sync(
     await sync.publish(stage(0))
     # publishing loads both engines, so does the way back: only the published version is hurt
     loads = 2
-    faults._seen.clear()
+    faults._visits.clear()
     monkeypatch.setenv(faults.VARIABLE, f"{point}:1,{point}:{2 * loads + 1}")
     with pytest.raises(
         WeightSyncFailed, match=f"1:1 are not served, 2 attempts.*{SAID[point]}.*serve 1:0 again"
@@ -114,7 +122,15 @@ async def test_a_batch_that_a_step_needs_begins_before_its_turn(transport: Any) 
     scorer = Scorer()
     engines = [ScriptedEngine(answer=echo)]
     sync = Synchronizer(
-        SyncSettings(), engines, scorer, Schedule(), PROMPTS, Version(1, 0), None, transport
+        FixedSync(),
+        SyncRuntime(),
+        engines,
+        scorer,
+        Schedule(),
+        PROMPTS,
+        Version(1, 0),
+        None,
+        transport,
     )
     manifest = transport.stage(
         Version(1, 0), {"embed": torch.zeros(4), "head": torch.ones(2)}.items(), {}

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from rft.errors import ConfigError
+from rft.taskset import template_worker
 from rft.taskset.chatfiles import open_chat
 from rft.taskset.offline_data import OfflineData, open_offline_data
 from rft.taskset.settings import FormatSettings, OfflineDataSettings, TasksetSettings
@@ -477,6 +478,13 @@ NESTED = {"prompt_key": "data.prompt", "response_key": "data.completion"}
             {**PAIR, "prompt": [{"role": "user", "content": "q"}]},
             {"prompt_type": "messages", "messages_key": "prompt"},
         ),
+        (  # TRL's implicit prompt
+            {
+                name: [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
+                for name, text in (("chosen", "yes"), ("rejected", "no"))
+            },
+            {},
+        ),
         (
             {
                 **PAIR,
@@ -567,6 +575,44 @@ def test_a_row_that_cannot_be_used_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=why):
         given(rows, kind, form)
+
+
+@pytest.mark.parametrize("last", ["gpt", "function_call"])
+def test_a_chat_of_sharegpt_is_read(given: Any, tiny_model: Path, last: str) -> None:
+    chat = [{"from": "human", "value": "q"}, {"from": last, "value": "yes"}]
+    form = {"prompt_type": "messages", "messages_key": "conversations"}
+    if last == "function_call":
+        with pytest.raises(ConfigError, match="not of 'function_call'"):
+            given([{"conversations": chat}], form=form)
+        return
+    (d,) = given([{"conversations": chat}], form=form).records
+    assert spans(tiny_model, d) == ["yes<|im_end|>"]
+
+
+def test_pairs_without_a_common_beginning_are_named(given: Any) -> None:
+    row = {
+        name: [{"role": "user", "content": name}, {"role": "assistant", "content": "a"}]
+        for name in ("chosen", "rejected")
+    }
+    with pytest.raises(ConfigError, match=r"row 0 of .*: the prompt of a pair"):
+        given([row], "pairs")
+
+
+def test_all_turns_of_a_chat_are_rendered_in_one_request(
+    given: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    render = template_worker.render
+
+    def counted(*arguments: Any, **names: Any) -> list[str]:
+        asked.append(arguments[4])
+        return render(*arguments, **names)
+
+    monkeypatch.setattr(template_worker, "render", counted)
+    turns = [{"role": role, "content": "x"} for _ in range(6) for role in ("user", "assistant")]
+    form = {"prompt_type": "messages", "messages_key": "messages"}
+    given([{"messages": turns}], form=form, every_turn=True)
+    assert [len(beginnings) for beginnings in asked] == [12]
 
 
 @pytest.mark.parametrize("content", ["{", "[1]"])

@@ -182,7 +182,7 @@ def test_refused(tasksets, batch, message):
 
 
 def test_too_few_rows_for_one_batch_are_refused():
-    with pytest.raises(ConfigError, match="3 rows and 1 epochs do not fill one batch of 4 tasks"):
+    with pytest.raises(ConfigError, match="3 rows in 1 epoch do not fill one batch of 4 tasks"):
         num_batches([3], 4, 1)
 
 

@@ -173,7 +173,7 @@ def reader(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(READER)
     return lambda name="Rows", **changes: open_taskset(
-        settings("data", reader_path=str(path), reader_name=name, **changes)
+        settings("data", storage_type=f"{path}:{name}", **changes)
     )
 
 

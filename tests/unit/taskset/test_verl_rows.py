@@ -303,38 +303,3 @@ def test_prompt_limit_and_template_of_a_taskset() -> None:
         ConfigErrors, match=r"format\.enable_thinking: chat_template_args says otherwise"
     ):
         planned(format={"enable_thinking": False, "chat_template_args": {"enable_thinking": True}})
-
-
-def test_other_names_and_what_has_no_meaning() -> None:
-    assert planned(max_samples=3).max_rows == 3
-    config = from_dict(
-        {
-            "model": {"model_path": "m", "max_model_len": 8},
-            "buffer": {
-                "total_steps": 1,
-                "explorer_input": {
-                    "taskset": {
-                        "path": "postgresql://db/tasks",
-                        "default_workflow_type": "simple_workflow",
-                        "storage_type": "sql",
-                        "task_selector": {
-                            "selector_type": "Offline_Easy2Hard",
-                            "feature_keys": ["pass_rate"],
-                        },
-                        "enable_progress_bar": True,
-                        "format": {"reply_prefix": "<think>", "chosen_key": "good"},
-                    }
-                },
-            },
-        }
-    )
-    with pytest.raises(ConfigErrors) as caught:
-        resolve(config, Facts(cpus=1, gpus=0))
-    found = {
-        e.key.removeprefix("buffer.explorer_input.taskset.")
-        for e in caught.value.errors
-        if "has no meaning here" in e.message
-    }
-    assert found == {"format.reply_prefix", "format.chosen_key"}, (
-        "enable_progress_bar is only warned of"
-    )

@@ -98,11 +98,10 @@ async def test_log_probs_and_scores(tmp_path: Path) -> None:
     row = ScoreRow(tokens=np.arange(5, dtype=np.int32), prompt_length=2)
     recorded = RecordedModel(path, ScriptedModel(scores=[0.25, -1.0]))
     messages = [{"role": "user", "content": "hi"}]
-    given = await recorded.logprobs(row), await recorded.classify(messages)
+    given = await recorded.score(row), await recorded.classify(messages)
     played = RecordedModel(path)
-    assert np.array_equal(given[0], await played.logprobs(row)) and await played.classify(
-        messages
-    ) == given[1] == [0.25, -1.0]
+    assert np.array_equal(given[0].logprobs, (await played.score(row)).logprobs)
+    assert await played.classify(messages) == given[1] == [0.25, -1.0]
 
 
 @pytest.mark.parametrize(

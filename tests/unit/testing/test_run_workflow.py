@@ -30,7 +30,7 @@ from rft.types.completion import Score, Transcript
 from rft.types.ports import GenerateRequest, ScoreRow
 from rft.types.task import SamplingArgs, Task
 from rft.workflow.base import RunContext, Workflow
-from rft.workflow.play_run import RunError
+from rft.workflow.call_workflow import RunError
 
 ROW = {"prompt": "Guess a digit.", "truth": "7"}
 
@@ -229,7 +229,7 @@ def test_auxiliary_models_reach_workflow_and_reward() -> None:
 
         async def __call__(self, task: Task, transcript: Transcript) -> float:
             row = ScoreRow(tokens=np.arange(4, dtype=np.int32), prompt_length=2)
-            assert len(await self.models["m"].logprobs(row)) == 2
+            assert len((await self.models["m"].score(row)).logprobs) == 2
             (value,) = await self.models["m"].classify(
                 [{"role": "user", "content": transcript.answer}]
             )

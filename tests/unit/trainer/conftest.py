@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from rft.algorithm.settings import AlgorithmSettings
-from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
-from rft.trainer.settings import LearnerSettings, OptimSettings
+from rft.trainer.rows.pack import Budget, RankBatch, TrainRow, plan
+from rft.trainer.settings import LearnerSettings, OptimizerConfig
 
 SETTINGS = LearnerSettings(
     model_path="",
     cpu_threads=1,
     total_steps=10,
     algorithm=AlgorithmSettings(loss_agg_mode="seq-mean-token-mean"),
-    optim=OptimSettings(lr=1e-3),
+    optim=OptimizerConfig(lr=1e-3),
     max_response_tokens=12,
 )
 

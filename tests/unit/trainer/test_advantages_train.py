@@ -12,9 +12,9 @@ import pytest
 
 from rft.algorithm.catalog import algorithm_defaults
 from rft.algorithm.settings import AlgorithmSettings
-from rft.trainer import batch_builder
-from rft.trainer.learner import Learner
-from rft.trainer.ranks import Ranks
+from rft.trainer.loop.learner import Learner
+from rft.trainer.loop.ranks import Ranks
+from rft.trainer.rows import batch_builder
 from rft.trainer.settings import LearnerSettings
 from rft.types.block import encode
 from rft.types.completion import VersionSpan
@@ -115,12 +115,12 @@ def of(name: str) -> dict[str, Any]:
 async def test_one_step(parts: dict[str, Any], settings: Callable[..., LearnerSettings]) -> None:
     learner = Learner(settings(algorithm=AlgorithmSettings(**parts)))
     ranks = Ranks(learner)
-    given = batch_builder.read(lease())
+    given = batch_builder.decode_lease(lease())
     before = {n: p.detach().clone() for n, p in learner.policy.names().items()}
     needed = sorted(ranks.algorithm.needs.before)
     computed = await ranks.compute(given.rows, needed) if needed else ()
     assert not needed or set(computed[0]) == set(needed)
-    made = batch_builder.make(
+    made = batch_builder.build_step(
         given, ranks.algorithm, ranks.budget, world_size=1, computed=computed, seed=1
     )
     report = await ranks.step(made.shares)

@@ -4,6 +4,7 @@ kind of layer and both kernels.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -14,7 +15,8 @@ import pytest
 import torch
 
 from rft.errors import ConfigError
-from rft.trainer import attention, prefix
+from rft.trainer.model import attention
+from rft.trainer.rows import prefix
 
 HEADS = 4
 KV = 2
@@ -87,7 +89,7 @@ def compared(attend: Callable[..., Any], kind: dict[str, Any], layout: str) -> N
     right = torch.zeros_like(out)
     for b in tree.branches:
         of_row = plain(*(x[torch.from_numpy(b.path)] for x in given), kind, sinks)
-        right = right.index_copy(0, torch.from_numpy(b.own), of_row[b.start :])
+        right = right.index_copy(0, torch.from_numpy(b.new_slots), of_row[b.start :])
     torch.testing.assert_close(out, right, atol=1e-12, rtol=0)
     wanted = [*given, *([sinks] if "sinks" in kind else [])]
     for mine, theirs in zip(
@@ -137,7 +139,7 @@ def flash_attn_varlen_func(
         column = torch.arange(len(keys))
         seen = column <= at
         if window_size[0] >= 0:
-            assert window_size[1] == 0
+            assert window_size[1] == 0  # so the kernel is causal
             seen &= column >= at - window_size[0]
         keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", mine, keys) * (
@@ -165,8 +167,34 @@ def test_flash_attn_takes_trees_as_they_are(
         calls.append(1) or flash_attn_varlen_func(*given, **more)
     )  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    compared(attention.flash_attend, KINDS[kind], layout)
+    compared(attention.TREES["flash_attention_2"][1], KINDS[kind], layout)
     assert bool(calls) == ("sinks" not in KINDS[kind])  # which its kernel does not know
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_varlen_takes_trees_as_they_are(
+    kind: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in behind its signature; the kernel needs a GPU."""
+    from torch.nn.attention import varlen
+
+    contract = inspect.signature(varlen.varlen_attn)
+    calls = []
+
+    def varlen_attn(*args: Any, **more: Any) -> torch.Tensor:
+        x = contract.bind(*args, **more).arguments
+        q, k, v, own, paths, longest, longest_path = list(x.values())[:7]
+        assert x["enable_gqa"] == (q.shape[1] != k.shape[1])
+        calls.append(1)
+        lengths = (own, paths, longest, longest_path)
+        return flash_attn_varlen_func(
+            q, k, v, *lengths, 0.0, x["scale"], causal=True, window_size=x["window_size"]
+        )
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    compared(attention.TREES["varlen"][1], KINDS[kind], layout)
+    assert bool(calls) == (not {"sinks", "softcap"} & KINDS[kind].keys())
 
 
 def test_what_is_made_for_a_kind_of_layer_is_made_once() -> None:

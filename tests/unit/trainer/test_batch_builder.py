@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from rft.algorithm.composition import build
-from rft.algorithm.settings import AlgorithmSettings
+from rft.algorithm.settings import AlgorithmSettings, CorrectionConfig
 from rft.errors import RunFailed
-from rft.trainer import batch_builder
-from rft.trainer.pack import Budget
+from rft.trainer.rows import batch_builder
+from rft.trainer.rows.pack import Budget
 from rft.types.block import encode
 from rft.types.completion import VersionSpan
 from rft.types.experience import Experience, SamplingRecord
@@ -55,8 +55,8 @@ def lease(rows: list[Experience], *, step: int = 1) -> Lease:
 def make(
     rows: list[Experience], *, step: int = 1, world_size: int = 1, **algorithm: Any
 ) -> batch_builder.StepBatch:
-    given = batch_builder.read(lease(rows, step=step))
-    return batch_builder.make(
+    given = batch_builder.decode_lease(lease(rows, step=step))
+    return batch_builder.build_step(
         given, build(AlgorithmSettings(**algorithm)), Budget(100), world_size=world_size
     )
 
@@ -100,8 +100,17 @@ def test_drawn_rows_stand_as_often_as_they_were_drawn() -> None:
 def test_rewards_on_other_peoples_tokens_reach_the_token_before() -> None:
     rewards = np.array([0.5, 1, 2, 4, 8, 16, 32], np.float32)
     mask = np.array([0, 0, 1, 1, 0, 0, 1], np.bool_)
-    assert batch_builder._earned(rewards, mask).tolist() == [0.5 + 1 + 2, 4 + 8 + 16, 32]
-    assert batch_builder._earned(rewards, ~mask).tolist() == [0.5, 1 + 2 + 4, 8, 16 + 32]
+    assert batch_builder._shift_to_trained_tokens(rewards, mask).tolist() == [
+        0.5 + 1 + 2,
+        4 + 8 + 16,
+        32,
+    ]
+    assert batch_builder._shift_to_trained_tokens(rewards, ~mask).tolist() == [
+        0.5,
+        1 + 2 + 4,
+        8,
+        16 + 32,
+    ]
 
 
 def test_all_rewards_equal_leaves_no_micro_batch() -> None:
@@ -111,10 +120,12 @@ def test_all_rewards_equal_leaves_no_micro_batch() -> None:
 
 def test_every_rank_knows_that_the_reference_model_ran_before() -> None:
     """Also one without rows, which would otherwise compute it alone and wait for the others."""
-    given = batch_builder.read(lease([experience(1, 0, 1.0), experience(1, 1, 0.0)]))
+    given = batch_builder.decode_lease(lease([experience(1, 0, 1.0), experience(1, 1, 0.0)]))
     algorithm = build(AlgorithmSettings(kl_loss_fn="k2"))
     for computed, told in ([{"ref": np.zeros(2, np.float32)}] * 2, True), ((), False):
-        made = batch_builder.make(given, algorithm, Budget(100), world_size=3, computed=computed)
+        made = batch_builder.build_step(
+            given, algorithm, Budget(100), world_size=3, computed=computed
+        )
         assert [s.ref_given for s in made.shares] == [told] * 3 and made.shares[
             2
         ].micro_batches == ((),)
@@ -164,8 +175,12 @@ def test_rows_that_cannot_be_trained_on_are_refused_by_name(
 
 def test_a_correction_that_rejects_takes_tokens_of_a_part_of_the_distribution() -> None:
     """As `rft check` says of `top_p` and the like; at temperature 0 nothing can be computed."""
-    rejects = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 2.0}
-    for correction, takes in ((rejects, True), ({"rollout_is": "token"}, False), (None, False)):
+    rejects = CorrectionConfig(rollout_rs="seq_mean_k1", rollout_rs_threshold=2.0)
+    for correction, takes in (
+        (rejects, True),
+        (CorrectionConfig(rollout_is="token"), False),
+        (None, False),
+    ):
         needs = build(
             AlgorithmSettings(bypass_old_logprobs=False, rollout_correction=correction)
         ).needs
@@ -175,11 +190,13 @@ def test_a_correction_that_rejects_takes_tokens_of_a_part_of_the_distribution() 
         for x in ({"top_p": 0.9}, {"temperature": 0.0})
     )
     rows = lease([experience(0, 0, 1.0, sampling=(bent,)), experience(0, 1, 0.0)])
-    assert len(batch_builder.read(rows, any_sampling=True).rows) == 2
+    assert len(batch_builder.decode_lease(rows, any_sampling=True).rows) == 2
     with pytest.raises(RunFailed, match=r"top_p 0\.9"):
-        batch_builder.read(rows)
+        batch_builder.decode_lease(rows)
     with pytest.raises(RunFailed, match=r"temperature 0\.0"):
-        batch_builder.read(lease([experience(0, 0, 1.0, sampling=(greedy,))]), any_sampling=True)
+        batch_builder.decode_lease(
+            lease([experience(0, 0, 1.0, sampling=(greedy,))]), any_sampling=True
+        )
 
 
 def test_fixed_micro_batches_take_any_number_of_rows() -> None:
@@ -194,8 +211,8 @@ def test_fixed_micro_batches_take_any_number_of_rows() -> None:
         "raft": {"policy_loss_fn": "sft", "advantage_fn": "none", "sample_strategy": "group_best"},
         "grpo": {},
     }.items():
-        given = batch_builder.read(whole(lease(rows)), samples="none")
-        made = batch_builder.make(
+        given = batch_builder.decode_lease(whole(lease(rows)), samples="none")
+        made = batch_builder.build_step(
             given, build(AlgorithmSettings(**parts)), Budget(1, rows=2), world_size=1
         )
         lengths[name] = [len(micro) for micro in made.shares[0].micro_batches]
@@ -216,7 +233,7 @@ def whole(given: Lease) -> Lease:
 def test_rows_without_group_statistics_are_refused() -> None:
     given = lease([experience(0, 0, 1.0)])
     with pytest.raises(RunFailed, match="no statistics of its group"):
-        batch_builder.read(msgspec.structs.replace(given, groups=()))
+        batch_builder.decode_lease(msgspec.structs.replace(given, groups=()))
 
 
 # ---------------------------------------------------------------- what a policy loss needs of its
@@ -246,8 +263,8 @@ def test_rows_without_advantage_are_computed_where_their_loss_is_not_zero() -> N
 
 def test_imitation_takes_rows_without_a_sampling_policy() -> None:
     bare = experience(0, 0, 1.0, has_logprobs=False, sampling=())
-    given = batch_builder.read(lease([bare]), samples="none")
-    made = batch_builder.make(
+    given = batch_builder.decode_lease(lease([bare]), samples="none")
+    made = batch_builder.build_step(
         given,
         build(AlgorithmSettings(policy_loss_fn="sft", advantage_fn="none")),
         Budget(100),
@@ -263,9 +280,9 @@ def test_an_experts_rows_are_counted_apart() -> None:
         experience(1, 0, 1.0, is_expert=True, has_logprobs=False),
     ]
     with pytest.raises(RunFailed, match="no log-probs"):
-        batch_builder.read(lease(rows))
-    made = batch_builder.make(
-        batch_builder.read(lease(rows), samples="own"),
+        batch_builder.decode_lease(lease(rows))
+    made = batch_builder.build_step(
+        batch_builder.decode_lease(lease(rows), samples="own"),
         build(AlgorithmSettings(policy_loss_fn="mix")),
         Budget(100),
         world_size=1,
@@ -287,9 +304,9 @@ def test_pairs_are_marked_and_checked() -> None:
         experience(1, 0, 1.0),
         experience(1, 1, 0.0),
     ]
-    rows = batch_builder.read(lease(good), samples="none", pairs=True).rows
+    rows = batch_builder.decode_lease(lease(good), samples="none", pairs=True).rows
     assert [r.pair for r in rows] == [rows[0].group] * 2 + [rows[2].group] * 2
-    assert not batch_builder.read(lease(good)).rows[0].pair
+    assert not batch_builder.decode_lease(lease(good)).rows[0].pair
     for bad, says in (
         (good[:3], "is alone; a preference loss needs pairs"),
         ([good[0], good[2]], "is not followed by the other one of its pair"),
@@ -300,7 +317,7 @@ def test_pairs_are_marked_and_checked() -> None:
         ),
     ):
         with pytest.raises(RunFailed, match=says):
-            batch_builder.read(lease(bad), samples="none", pairs=True)
+            batch_builder.decode_lease(lease(bad), samples="none", pairs=True)
 
 
 def test_log_probs_that_are_all_zero_are_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,12 +16,12 @@ from rft.algorithm.base import Denominators
 from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import CheckpointInvalid, ConfigError
 from rft.testing import tiny
-from rft.trainer import policy as policies
-from rft.trainer.learner import Learner
-from rft.trainer.pack import Budget, RankBatch, TrainRow, plan, spread
-from rft.trainer.ranks import Ranks
-from rft.trainer.settings import CriticSettings, LearnerSettings, OptimSettings
-from rft.trainer.step_result import StepResult
+from rft.trainer.loop.learner import Learner
+from rft.trainer.loop.ranks import Ranks
+from rft.trainer.loop.step_result import StepResult
+from rft.trainer.model import policy as policies
+from rft.trainer.rows.pack import Budget, RankBatch, TrainRow, plan, spread
+from rft.trainer.settings import CriticSettings, LearnerSettings, OptimizerConfig
 
 Settings = Callable[..., LearnerSettings]
 Made = Callable[..., Learner]
@@ -36,7 +36,7 @@ def made(settings: Settings) -> Made:
         return Learner(
             settings(
                 algorithm=PPO,
-                critic=CriticSettings(optim=OptimSettings(lr=1e-3), **(critic or {})),
+                critic=CriticSettings(optim=OptimizerConfig(lr=1e-3), **(critic or {})),
                 **changes,
             )
         )
@@ -273,7 +273,7 @@ def test_a_checkpoint_without_a_critic_says_what_to_do(
 def test_a_critics_state_of_another_optimizer_is_refused(
     made: Made, rows: list[TrainRow], tmp_path: Path
 ) -> None:
-    sgd = OptimSettings(optimizer_type="sgd", lr=1e-3, momentum=0.9)
+    sgd = OptimizerConfig(optimizer_type="sgd", lr=1e-3, momentum=0.9)
     whole = made()
     learn(whole, rows, 1)
     whole.save(str(tmp_path), 1)

@@ -23,9 +23,9 @@ from rft.algorithm.catalog import algorithms
 from rft.config.load import from_dict
 from rft.config.plan import Facts
 from rft.config.resolve import resolve
-from rft.trainer import batch_builder
-from rft.trainer.learner import Learner
-from rft.trainer.ranks import Ranks
+from rft.trainer.loop.learner import Learner
+from rft.trainer.loop.ranks import Ranks
+from rft.trainer.rows import batch_builder
 from rft.trainer.settings import LearnerSettings
 from rft.types.block import encode
 from rft.types.completion import VersionSpan
@@ -36,6 +36,7 @@ from rft.types.task import SamplingArgs
 
 Array = np.ndarray
 K = 12  # max_response_tokens
+TOP = 20  # likely tokens of a teacher
 STEPPED = ("multi_step_grpo", "gigpo")
 REWARDS = {0: [1.0, 0.0, 0.5, 0.0], 1: [0.0, 1.0, 1.0, 0.25], 2: [1.0, 1.0, 1.0, 1.0]}
 # task: runs: steps
@@ -77,6 +78,18 @@ class Row:
     x: Experience
     lp: Array
     ref: Array
+    every: Array  # [L, V], log-probs of all tokens
+
+    @property
+    def likely(self) -> tuple[Array, Array]:
+        """Probabilities [L, TOP + 1] of the teacher and of the policy."""
+        assert self.x.teacher_top_ids is not None and self.x.teacher_top_logprobs is not None
+        trained = self.x.loss_mask[4:]
+        t = np.exp(self.x.teacher_top_logprobs[trained].astype(np.float64))
+        ids = self.x.teacher_top_ids[trained].astype(np.int64)
+        s = np.exp(np.take_along_axis(self.every, ids, 1))
+        others = 1 - s.sum(1, keepdims=True)
+        return t / t.sum(1, keepdims=True), np.concatenate([s, others], 1)
 
     @property
     def r(self) -> float:
@@ -98,6 +111,13 @@ class Row:
 
 def plain(folder: Path, tokens: Array, mask: Array, scale: float = 1.0) -> Array:
     """Log-probs of the masked tokens by transformers alone, float64; `scale`: of all weights."""
+    every = distributions(folder, tokens, mask, scale)
+    found: Array = np.take_along_axis(every, tokens[mask][:, None].astype(np.int64), 1)[:, 0]
+    return found
+
+
+def distributions(folder: Path, tokens: Array, mask: Array, scale: float = 1.0) -> Array:
+    """Log-probs of all tokens of the vocabulary where the masked ones stand."""
     from transformers import AutoModelForCausalLM
 
     if (key := (folder, scale)) not in _MODELS:
@@ -107,13 +127,7 @@ def plain(folder: Path, tokens: Array, mask: Array, scale: float = 1.0) -> Array
                 p.mul_(scale)
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     with torch.no_grad():
-        logprobs = (
-            _MODELS[key](ids)
-            .logits[0, :-1]
-            .log_softmax(-1)
-            .gather(1, ids[0, 1:, None])[:, 0]
-            .numpy()
-        )
+        logprobs = _MODELS[key](ids).logits[0, :-1].log_softmax(-1).numpy()
     found: Array = logprobs[mask[1:]]
     return found
 
@@ -153,11 +167,17 @@ def experience(name: str, folder: Path, task: int, run: int, step: int, reward: 
         if given or expert
         else (SamplingRecord(start=4, end=count, sampling=SamplingArgs(temperature=1.0)),),
         reward=None if given or expert else reward,
+        reward_parts={} if given or expert else {"right": reward, "short": float(run)},
         is_expert=given or expert,
         teacher_logprobs=teacher,
-        info={"baseline_reward": 0.25, "env_state_hash": step},
+        teacher_spans=(VersionSpan(Version(1, 0), 4, count),),
+        teacher_top_ids=np.array([rng.permutation(250)[:TOP] for _ in mask[4:]], np.int32),
+        teacher_top_logprobs=np.log(rng.dirichlet(np.ones(TOP + 1), count - 4)).astype(np.float16),
+        info={"baseline_reward": 0.25, "env_state_hash": step}
+        | ({"label": task != 1} if algorithms()[name].data == "labels" and run % 2 == 0 else {}),
     )
-    return Row(x, lp, plain(folder, tokens, mask, 1.05))
+    ref = plain(folder, tokens, mask, 1.05)
+    return Row(x, lp, ref, distributions(folder, tokens, mask))
 
 
 def stored(name: str, folder: Path) -> list[Row]:
@@ -168,7 +188,11 @@ def stored(name: str, folder: Path) -> list[Row]:
             for run, rewards in enumerate(runs)
             for step, r in enumerate(rewards)
         ]
-    tasks = {task: rewards[:2] for task, rewards in REWARDS.items()} if name == "dpo" else REWARDS
+    tasks = (
+        {task: rewards[:2] for task, rewards in REWARDS.items()}
+        if algorithms()[name].data == "pairs"
+        else REWARDS
+    )
     return [
         experience(name, folder, task, run, 0, r)
         for task, rewards in tasks.items()
@@ -190,6 +214,7 @@ def leased(rows: list[Row]) -> Lease:
                 runs=tuple(row.x.id.run for row in mine),
                 steps=tuple(row.x.id.step for row in mine),
                 lengths=tuple(row.n for row in mine),
+                parts=tuple(dict(row.x.reward_parts) for row in mine),
             )
         )
     return Lease(step=1, frame=encode([row.x for row in rows]), groups=tuple(groups))
@@ -241,6 +266,19 @@ def gpg(rows: list[Row]) -> list[Array]:
     return per_group(lambda r, lengths: alpha * (r - r.mean()))(rows)
 
 
+def gdpo(rows: list[Row]) -> list[Array]:
+    """Each part by its group, their sum by the step; a group without a difference adds nothing."""
+    of_parts = []
+    for part in ("right", "short"):
+        numbers = np.zeros(len(rows))
+        for at, _ in grouped(rows):
+            numbers[at] = standard(np.array([rows[i].x.reward_parts[part] for i in at]))
+        of_parts.append(numbers)
+    total = np.sum(of_parts, axis=0)
+    total = (total - total.mean()) / (total.std(ddof=1) + 1e-6)
+    return [np.full(row.n, a) for row, a in zip(rows, total, strict=True)]
+
+
 def step_wise(rows: list[Row]) -> list[Array]:
     last = {task: [run[-1] for run in runs] for task, runs in STEPS.items()}
     return [np.full(row.n, standard(np.array(last[row.x.id.task]))[row.x.id.run]) for row in rows]
@@ -271,6 +309,7 @@ ADVANTAGES: dict[str, Callable[[list[Row]], list[Array]]] = {
     "none": lambda rows: [np.zeros(row.n) for row in rows],
     "grpo": per_group(lambda r, n: standard(r)),
     "dr_grpo": per_group(lambda r, n: r - r.mean()),
+    "dro": per_group(lambda r, n: r - r.mean()),
     # the critic says 0 at first
     "ppo": lambda rows: white([np.full(row.n, row.r) for row in rows]),
     # undiscounted, paid at the end
@@ -284,6 +323,8 @@ ADVANTAGES: dict[str, Callable[[list[Row]], list[Array]]] = {
     "rec": per_group(lambda r, n: r - r.mean()),
     "opo": per_group(lambda r, n: r - (n * r).sum() / n.sum()),
     "gpg": gpg,
+    "gdpo": gdpo,
+    "maxrl": per_group(lambda r, n: (r - r.mean()) / r.mean()),
     "grpo_passk": per_group(passk),
     "step_wise_grpo": step_wise,
     "gigpo": gigpo,
@@ -309,6 +350,8 @@ def mean(values: Losses, mode: str = "token-mean") -> float:
             return float(sum(v.sum() for v in values) / sum(map(len, values)))
         case "run-mean":  # each row is a run
             return float(np.mean([v.mean() for v in values]))
+        case "seq-mean-token-sum":
+            return float(np.mean([v.sum() for v in values]))
     assert mode == "seq-mean-token-sum-norm"
     return float(np.mean([v.sum() / K for v in values]))
 
@@ -349,6 +392,59 @@ def sapo(lp: Array, old: Array, a: Array) -> Array:
 def sppo(lp: Array, old: Array, a: Array) -> Array:
     rho = np.exp(lp - old)
     return np.where((rho >= 1 / 1.3) & (rho <= 1.3), -a * (lp - old), 0.0)
+
+
+def dppo(limit: float, moved: Callable[[Array, Array], Array]) -> Callable[..., Array]:
+    """`moved(p, q)`: the divergence of a token, of the sign of p - q."""
+
+    def f(lp: Array, old: Array, a: Array) -> Array:
+        by = moved(np.exp(lp), np.exp(old))
+        out = ((a > 0) & (by > limit)) | ((a < 0) & (by < -limit))
+        return np.where(out, 0.0, -a * np.minimum(np.exp(lp - old), 20) * lp)
+
+    return f
+
+
+def kl_of(p: Array, q: Array) -> Array:
+    rest = (1 - q) * np.log((1 - q + 1e-8) / (1 - p + 1e-8))
+    return np.sign(p - q) * np.abs(q * np.log(q / p) + rest)
+
+
+def vespo(lp: Array, old: Array, a: Array) -> Array:
+    w = np.exp((lp - old).sum())
+    return -a * lp * np.where(a >= 0, w**2 * np.exp(3 * (1 - w)), w**3 * np.exp(2 * (1 - w)))
+
+
+def forking(rows: list[Row], a: list[Array]) -> Losses:
+    """DAPO on the fifth of the tokens with the highest entropy."""
+    (model,) = [m for (_, scale), m in _MODELS.items() if scale == 1.0]
+    found = []
+    for row in rows:
+        ids = torch.from_numpy(row.x.tokens.astype(np.int64))[None]
+        with torch.no_grad():
+            logits = model(ids).logits[0, :-1].log_softmax(-1)
+        entropies = -(logits.exp() * logits).sum(-1).numpy()
+        found.append(entropies[row.x.loss_mask[1:]])
+    limit = np.quantile(np.concatenate(found), 0.8)
+    every = tokens(clipped(0.2, 0.28))(rows, a)
+    assert not isinstance(every, Choice)
+    return [v * (h >= limit) for v, h in zip(every, found, strict=True)]
+
+
+def of_pairs(
+    value: Callable[[Row], float], loss: Callable[[float, float], float]
+) -> Callable[[list[Row], list[Array]], Choice]:
+    """The mean over pairs of `loss(chosen, rejected)`."""
+
+    def f(rows: list[Row], a: list[Array]) -> Choice:
+        values = [value(row) for row in rows]
+        return Choice([float(np.mean(list(map(loss, values[0::2], values[1::2]))))])
+
+    return f
+
+
+def odds(mean: float) -> float:
+    return mean - math.log(1 - math.exp(mean))
 
 
 def mixed(imitate: Callable[[Array], Array]) -> Callable[[list[Row], list[Array]], Choice]:
@@ -398,20 +494,30 @@ def clip_cov(rows: list[Row], a: list[Array]) -> Choice:
     return Choice([float((every.sum() - every[t]) / len(v)) for t in among])
 
 
-def dpo(rows: list[Row], a: list[Array]) -> Choice:
-    gain = [0.1 * float((row.lp - row.ref).sum()) for row in rows]
-    return Choice(
-        [
-            float(
-                np.mean(
-                    [
-                        math.log1p(math.exp(bad - good))
-                        for good, bad in zip(gain[0::2], gain[1::2], strict=True)
-                    ]
-                )
-            )
-        ]
-    )
+def kl(p: Array, q: Array) -> Array:
+    found: Array = (p * np.log(p / q)).sum(1)
+    return found
+
+
+def sdpo(rows: list[Row], a: list[Array]) -> Losses:
+    found = []
+    for row in rows:
+        t, s = row.likely
+        m = (t + s) / 2
+        found.append((kl(t, m) + kl(s, m)) / 2 * np.minimum(np.exp(row.lp - row.old), 2))
+    return found
+
+
+def kto(rows: list[Row], a: list[Array]) -> Choice:
+    """Every second row is a prompt with the answer of another."""
+    over = [float((row.lp - row.ref).sum()) for row in rows]
+    point = max(0.0, float(np.mean(over[1::2])))
+    sides = [
+        r - point if row.x.info["label"] else point - r
+        for row, r in zip(rows, over, strict=True)
+        if "label" in row.x.info
+    ]
+    return Choice([float(np.mean([1 / (1 + math.exp(0.1 * side)) for side in sides]))])
 
 
 def raft(rows: list[Row], a: list[Array]) -> Choice:
@@ -438,10 +544,36 @@ LOSSES: dict[str, Callable[[list[Row], list[Array]], Losses | Choice]] = {
     "m2po": m2po,
     "kl_cov": kl_cov,
     "clip_cov": clip_cov,
-    "dpo": dpo,
+    "dpo": of_pairs(
+        lambda row: 0.1 * float((row.lp - row.ref).sum()),
+        lambda good, bad: math.log1p(math.exp(bad - good)),
+    ),
+    "ipo": of_pairs(
+        lambda row: float((row.lp - row.ref).sum()), lambda good, bad: (good - bad - 5) ** 2
+    ),
+    "simpo": of_pairs(
+        lambda row: 2 * float(row.lp.mean()),
+        lambda good, bad: math.log1p(math.exp(bad - good + 1)),
+    ),
+    "orpo": of_pairs(
+        lambda row: float(row.lp.mean()),
+        lambda good, bad: -good + 0.1 * math.log1p(math.exp(odds(bad) - odds(good))),
+    ),
+    "kto": kto,
+    "dppo_tv": tokens(dppo(0.15, lambda p, q: p - q)),
+    "dppo_kl": tokens(dppo(0.05, kl_of)),
+    "dro": tokens(lambda lp, old, a: -a * lp + 0.5 * (lp - old) ** 2),
+    "vespo": tokens(vespo),
+    "forking_tokens": forking,
+    "opd_topk": lambda rows, a: [kl(*row.likely[::-1]) for row in rows],
+    "opsd": lambda rows, a: [kl(*row.likely) for row in rows],
+    "sdft": lambda rows, a: [kl(*row.likely[::-1]) for row in rows],
+    "sdpo": sdpo,
     "raft": raft,
 }
-MODES = {"dr_grpo": "seq-mean-token-sum-norm"} | dict.fromkeys(("gspo", "sapo", "gmpo"), "run-mean")
+MODES = {"dr_grpo": "seq-mean-token-sum-norm", "luspo": "seq-mean-token-sum"} | dict.fromkeys(
+    ("gspo", "sapo", "gmpo"), "run-mean"
+)
 
 
 def expected(name: str, rows: list[Row]) -> list[float]:
@@ -482,8 +614,10 @@ async def test_the_first_step_is_the_formula(name: str, model: Path) -> None:
     ranks = Ranks(learner)
     rows = stored(name, model)
     needs = ranks.algorithm.needs
-    given = batch_builder.read(leased(rows), samples=needs.samples, pairs=needs.pairs)
-    made = batch_builder.make(
+    given = batch_builder.decode_lease(
+        leased(rows), samples=needs.samples, pairs=needs.pairs, teacher_top=needs.teacher_top
+    )
+    made = batch_builder.build_step(
         given,
         ranks.algorithm,
         ranks.budget,
@@ -491,7 +625,7 @@ async def test_the_first_step_is_the_formula(name: str, model: Path) -> None:
         computed=await ranks.prepare(given.rows),
         seed=1,
         critic_budget=ranks.critic_budget,
-        kl_coefs=ranks.kl_coefs,
+        factors=ranks.factors,
     )
     # these leave most rows out
     assert len(made.shares[0].micro_batches) > (0 if name in ("raft", "grpo_passk") else 1)

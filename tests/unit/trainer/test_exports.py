@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from rft.engine.weights import saved_buffers
 from rft.taskset.chatfiles import ChatFiles, read_settings
 from rft.testing import tiny
-from rft.trainer import hf_folder, saving
-from rft.trainer.learner import Learner
-from rft.trainer.pack import RankBatch
-from rft.trainer.policy import layers
-from rft.trainer.settings import LearnerSettings, LoraSettings, OptimSettings
+from rft.trainer.checkpoint import hf_folder, saving
+from rft.trainer.loop.learner import Learner
+from rft.trainer.model.policy import layers
+from rft.trainer.rows.pack import RankBatch
+from rft.trainer.settings import LearnerSettings, LoraSettings, OptimizerConfig
 from tests.helpers import families
 
 # what transformers says of kernels that are not installed
@@ -244,7 +244,7 @@ def test_a_tower_for_images_is_not_sharded_decayed_or_resumed(
     from rft.extras.doctor import model_check
 
     base = families.with_tower("gemma3", tmp_path / "base")
-    optim = OptimSettings(optimizer_type=optimizer, lr=1e-2, weight_decay=0.1)
+    optim = OptimizerConfig(optimizer_type=optimizer, lr=1e-2, weight_decay=0.1)
     settings = LearnerSettings(model_path=str(base), row_layout="padded", optim=optim)
     learner = Learner(settings)
     assert layers(learner.policy.lm) is learner.policy.lm.model.language_model.layers

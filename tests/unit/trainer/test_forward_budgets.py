@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from rft.algorithm.settings import AlgorithmSettings
-from rft.trainer.learner import Learner
-from rft.trainer.pack import RankBatch, TrainRow, spread
-from rft.trainer.ranks import Ranks
+from rft.trainer.loop.learner import Learner
+from rft.trainer.loop.ranks import Ranks
+from rft.trainer.rows.pack import RankBatch, TrainRow, spread
 from rft.trainer.settings import ForwardSettings, LearnerSettings
 
 Settings = Callable[..., LearnerSettings]

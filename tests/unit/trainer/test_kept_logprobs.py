@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from rft.algorithm.settings import AlgorithmSettings
+from rft.algorithm.settings import AlgorithmSettings, CorrectionConfig
 from rft.buffer.buffer import Buffer
 from rft.buffer.query import open_run
 from rft.buffer.settings import BufferSettings
-from rft.trainer.learner import Learner
-from rft.trainer.ranks import Ranks
-from rft.trainer.settings import CriticSettings, LearnerSettings, OptimSettings, TrainerSettings
-from rft.trainer.trainer import Trainer
+from rft.trainer.loop.learner import Learner
+from rft.trainer.loop.ranks import Ranks
+from rft.trainer.loop.trainer import Trainer
+from rft.trainer.settings import CriticSettings, LearnerSettings, OptimizerConfig, TrainerSettings
 from rft.types.block import encode
 from rft.types.completion import VersionSpan
 from rft.types.experience import Experience, SamplingRecord
@@ -28,7 +28,7 @@ from rft.types.metrics import MetricRecord
 from rft.types.task import SamplingArgs
 
 # most tokens of these random rows
-REJECTS = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.99_1.01"}
+REJECTS = CorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold="0.99_1.01")
 PPO = AlgorithmSettings(algorithm_type="ppo", advantage_fn="ppo")
 WAYS: dict[str, dict[str, Any]] = {
     "shared": {},
@@ -104,7 +104,7 @@ async def buffer(tmp_path: Path) -> AsyncIterator[Buffer]:
     await made.start_lineage(None, None)
     for group in GROUPS:
         await made.writer(1).append(encode(group), accepted=True)
-    await made.writer(1).close_batch(0, accepted=len(GROUPS), wanted=len(GROUPS), reasons={})
+    await made.writer(1).close_batch(0, accepted=len(GROUPS), expected=len(GROUPS), reasons={})
     yield made
     await made.close()
 
@@ -160,7 +160,7 @@ async def test_every_trained_token_has_the_trainers_number(
     settings: Callable[..., LearnerSettings],
 ) -> None:
     learner = Learner(
-        settings(keep_trainer_logprobs=True, optim=OptimSettings(lr=1e-2), **WAYS[way])
+        settings(keep_trainer_logprobs=True, optim=OptimizerConfig(lr=1e-2), **WAYS[way])
     )
     records = await train(buffer, tmp_path, learner)
     rows = [row for group in GROUPS for row in group]
@@ -236,7 +236,7 @@ async def test_the_training_is_the_same(
     await other.start_lineage(None, None)
     for group in GROUPS:
         await other.writer(1).append(encode(group), accepted=True)
-    await other.writer(1).close_batch(0, accepted=2, wanted=2, reasons={})
+    await other.writer(1).close_batch(0, accepted=2, expected=2, reasons={})
     plain = Learner(settings())
     await train(other, tmp_path / "other", plain)
     await other.close()

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from rft.algorithm.args import Computed
 from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import CheckpointInvalid, ConfigError, SetupError
-from rft.trainer import optim
-from rft.trainer.learner import Learner
-from rft.trainer.pack import RankBatch, TrainRow
+from rft.trainer.loop.learner import Learner
+from rft.trainer.model import optim
+from rft.trainer.rows.pack import RankBatch, TrainRow
 from rft.trainer.settings import LearnerSettings
 from rft.types.ids import Version
 

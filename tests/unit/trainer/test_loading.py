@@ -21,13 +21,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rft.errors import CheckpointInvalid, ConfigError, SetupError
 from rft.launch import start as starts
 from rft.sync.schedule import Schedule
-from rft.trainer import attention, loading, tensors, ulysses
-from rft.trainer import manifest as manifests
-from rft.trainer import policy as policies
-from rft.trainer.hf_folder import assemble
-from rft.trainer.learner import Learner
-from rft.trainer.pack import RankBatch, TrainRow
-from rft.trainer.settings import LearnerSettings, ProfilerSettings
+from rft.trainer.checkpoint import manifest as manifests
+from rft.trainer.checkpoint.hf_folder import assemble
+from rft.trainer.loop.learner import Learner
+from rft.trainer.model import attention, loading, tensors, ulysses
+from rft.trainer.model import policy as policies
+from rft.trainer.rows.pack import RankBatch, TrainRow
+from rft.trainer.settings import LearnerSettings, ProfilerConfig
 from rft.types.ids import Version
 from rft.types.ports import Consumption
 from tests.helpers import families
@@ -268,7 +268,8 @@ def test_only_the_named_step_is_traced(
 ) -> None:
     learner = Learner(
         settings(
-            profiler=ProfilerSettings(steps=(2,), discrete=discrete, folder=tmp_path / "profile")
+            profiler=ProfilerConfig(steps=(2,), discrete=discrete),
+            profile_folder=tmp_path / "profile",
         )
     )
     for step in (1, 2, 3):

@@ -28,14 +28,15 @@ from rft.config.resolve import resolve
 from rft.errors import CheckpointInvalid, ConfigError
 from rft.launch import debug_session
 from rft.launch.bench import BASE, Target, plan_for
-from rft.trainer import adapterfiles, saving, shards, tensors
-from rft.trainer.adapterfiles import Form, choose
-from rft.trainer.checkpoints import Checkpoints
-from rft.trainer.hf_folder import assemble
-from rft.trainer.learner import Learner
-from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
-from rft.trainer.ranks import Ranks
-from rft.trainer.settings import LearnerSettings, LoraSettings, OptimSettings
+from rft.trainer.checkpoint import saving, shards
+from rft.trainer.checkpoint.checkpoints import Checkpoints
+from rft.trainer.checkpoint.hf_folder import assemble
+from rft.trainer.loop.learner import Learner
+from rft.trainer.loop.ranks import Ranks
+from rft.trainer.model import adapterfiles, tensors
+from rft.trainer.model.adapterfiles import Form, choose
+from rft.trainer.rows.pack import Budget, RankBatch, TrainRow, plan
+from rft.trainer.settings import LearnerSettings, LoraSettings, OptimizerConfig
 from rft.types.adapter import key
 from rft.types.ids import Version
 from rft.types.modelfiles import fingerprint
@@ -48,7 +49,7 @@ LORA = LoraSettings(rank=4, alpha=8.0)
 KL = AlgorithmSettings(
     loss_agg_mode="seq-mean-token-mean", kl_loss_fn="k2", kl_loss_fn_args={"kl_coef": 0.5}
 )
-QUICK = OptimSettings(lr=1e-2, weight_decay=0.0)
+QUICK = OptimizerConfig(lr=1e-2, weight_decay=0.0)
 TINY = Path(__file__).parents[3] / "examples" / "tiny" / "config.yaml"
 
 
@@ -168,7 +169,8 @@ def test_the_gradient_is_the_same_however_the_step_is_cut(
             settings(
                 lora=LORA,
                 algorithm=KL,
-                optim=replace(QUICK, optimizer_type="sgd", clip_grad=1e9),
+                optim=QUICK.model_copy(update={"optimizer_type": "sgd"}),
+                grad_clip=1e9,
                 **way,
             )
         )
@@ -190,7 +192,8 @@ def test_clipping_counts_the_adapters_gradient_only(
     learner = Learner(
         settings(
             lora=LORA,
-            optim=OptimSettings(optimizer_type="sgd", lr=1.0, clip_grad=0.01, weight_decay=0.0),
+            optim=OptimizerConfig(optimizer_type="sgd", lr=1.0, weight_decay=0.0),
+            grad_clip=0.01,
         )
     )
     before = values(learner)
@@ -210,7 +213,7 @@ def test_a_proximal_window_keeps_the_adapter_only(
         apart(np.concatenate([k["old"] for k in kept]), before) == 0.0
         and apart(scores(trained, rows), before) > 0.01
     )
-    kept = trained._proximal._kept
+    kept = trained._proximal._weights
     assert kept is not None and set(kept) == set(trained.policy.trainable())
 
 
@@ -490,7 +493,9 @@ async def test_one_task_is_played_with_the_adapter_that_a_run_begins_with(
     try:
         engine = await models.policy(debug_session.policy_settings(plan, "transformers"))
         found = [
-            await engine.logprobs(ScoreRow(tokens=r.tokens, prompt_length=1, temperature=1.0))
+            (
+                await engine.score(ScoreRow(tokens=r.tokens, prompt_length=1, temperature=1.0))
+            ).logprobs
             for r in heated
         ]
     finally:
@@ -575,10 +580,10 @@ def test_adapters_that_do_not_fit_are_refused(
 
 
 def LINEAR(model: Path) -> dict[str, tuple[int, int]]:
-    from rft.config.lora_plan import linear
-    from rft.config.model_folder import look
+    from rft.preflight.lora_checks import linear_layers
+    from rft.preflight.model_folder import look
 
-    return linear(look(str(model)).tensors)
+    return linear_layers(look(str(model)).tensors)
 
 
 def test_an_adapter_of_another_base_is_refused(
@@ -748,7 +753,7 @@ def replace_batch(batch: RankBatch, **changes: Any) -> RankBatch:
 
 
 def of_ranks(model: str, world: int) -> LearnerSettings:
-    optim = OptimSettings(lr=1e-2, clip_grad=0.5)
+    optim = OptimizerConfig(lr=1e-2)
     return LearnerSettings(
         model_path=model,
         cpu_threads=1,
@@ -756,6 +761,7 @@ def of_ranks(model: str, world: int) -> LearnerSettings:
         total_steps=9,
         algorithm=KL,
         optim=optim,
+        grad_clip=0.5,
         lora=LORA,
         max_response_tokens=12,
     )

@@ -12,8 +12,8 @@ import torch
 from rft.algorithm.catalog import losses
 from rft.algorithm.composition import build
 from rft.algorithm.settings import AlgorithmSettings
-from rft.trainer.learner import Learner
-from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
+from rft.trainer.loop.learner import Learner
+from rft.trainer.rows.pack import Budget, RankBatch, TrainRow, plan
 from rft.trainer.settings import LearnerSettings
 
 ARGUMENTS = {
@@ -49,19 +49,28 @@ def step_of(rows: list[TrainRow], budget: Budget) -> RankBatch:
 
 @pytest.mark.parametrize("name", losses())
 def test_any_cut_gives_the_same_gradient(name: str, learner: Learner, rows: list[TrainRow]) -> None:
-    rng = np.random.default_rng(3)
+    rng, likely = np.random.default_rng(3), np.random.default_rng(4)
     model = losses()[name]
     made = []
     for i, row in enumerate(rows):
         extra = {
             key: (rng.random(int(row.loss_mask.sum())) < 0.5).astype(np.float32)
-            for key in ("m2po_kept", "cov_chosen")
+            for key in (
+                *("m2po_kept", "cov_chosen", "fork"),
+                *("kto_point", "kto_desirable", "kto_undesirable"),
+            )
         }
         logprobs = np.where(
             row.loss_mask, row.logprobs + rng.normal(0, 0.3, len(row.tokens)), 0
         ).astype(np.float32)
         pair = str(i // 2) if model.pairs else ""
         is_expert = model.samples == "own" and i % 3 == 0
+        count = int(row.loss_mask.sum())
+        top = [likely.choice(250, 4, replace=False) for _ in range(count)]
+        teacher = np.log(likely.dirichlet(np.ones(5), count))
+        row = msgspec.structs.replace(
+            row, top_ids=np.array(top, np.int32), top_logprobs=teacher.astype(np.float16)
+        )
         made.append(
             msgspec.structs.replace(
                 row, extra=extra, logprobs=logprobs, pair=pair, is_expert=is_expert

@@ -17,10 +17,10 @@ import torch
 from rft.algorithm.base import Denominators, LossInputs
 from rft.algorithm.catalog import algorithm_defaults, algorithms
 from rft.algorithm.settings import AlgorithmSettings
-from rft.trainer import batch_builder
-from rft.trainer.learner import Learner
-from rft.trainer.pack import TrainRow
-from rft.trainer.ranks import Ranks
+from rft.trainer.loop.learner import Learner
+from rft.trainer.loop.ranks import Ranks
+from rft.trainer.rows import batch_builder
+from rft.trainer.rows.pack import TrainRow
 from rft.trainer.settings import LearnerSettings
 from rft.types.block import encode
 from rft.types.completion import VersionSpan
@@ -29,7 +29,9 @@ from rft.types.ids import ExperienceId, Version
 from rft.types.ports import GroupStats, Lease
 from rft.types.task import SamplingArgs
 
-NAMES = [n for n in algorithms() if algorithm_defaults(n).policy_loss_fn != "ppo"]
+# likely tokens of a teacher: test_every_algorithm.py and test_distill_top.py
+LATER = ("ppo", "distill_top")
+NAMES = [n for n in algorithms() if algorithm_defaults(n).policy_loss_fn not in LATER]
 
 
 def experience(
@@ -90,26 +92,30 @@ async def test_one_step(name: str, settings: Callable[..., LearnerSettings]) -> 
         with torch.no_grad():
             for p in learner.reference.parameters():
                 p.mul_(1.05)
+    labels = d.data == "labels"
     rewards = (
         [(1.0, 0.0)] * 4
-        if needs.pairs
+        if needs.pairs or labels
         else [(1.0, 0.0, 0.5, 0.0), (0.0, 1.0, 1.0, 0.0), (1.0, 1.0, 1.0, 1.0)]
     )
     every = [(task, run, r) for task, of in enumerate(rewards) for run, r in enumerate(of)]
     bare = [experience(*row, None) for row in every]
-    now = await ranks.compute(batch_builder.read(lease(bare), samples="none").rows, ("old",))
+    now = await ranks.compute(
+        batch_builder.decode_lease(lease(bare), samples="none").rows, ("old",)
+    )
     of_experts = {0, 5} if needs.samples == "own" else set()
     rows = [
         experience(
             *row,
             None if needs.samples == "none" or i in of_experts else now[i]["old"],
-            is_expert=i in of_experts,
+            is_expert=labels or i in of_experts,
+            info={"label": i % 4 == 0} if labels and i % 2 == 0 else {},
         )
         for i, row in enumerate(every)
     ]
-    given = batch_builder.read(lease(rows), samples=needs.samples, pairs=needs.pairs)
+    given = batch_builder.decode_lease(lease(rows), samples=needs.samples, pairs=needs.pairs)
     computed = await ranks.compute(given.rows, sorted(needs.before)) if needs.before else ()
-    made = batch_builder.make(
+    made = batch_builder.build_step(
         given, ranks.algorithm, ranks.budget, world_size=1, computed=computed, seed=1
     )
     (share,) = made.shares

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from rft.errors import CheckpointInvalid
-from rft.trainer import manifest as manifests
-from rft.trainer.checkpoints import Checkpoints
+from rft.trainer.checkpoint import manifest as manifests
+from rft.trainer.checkpoint.checkpoints import Checkpoints
 from rft.types.ids import Version
 from rft.types.ports import Consumption
 
@@ -47,7 +47,9 @@ async def test_what_is_committed_is_found_and_readable_as_json(tmp_path: Path) -
     found = manifests.latest(tmp_path)
     assert found == made
     stored = json.loads((tmp_path / "global_step_3" / "manifest.json").read_text())
-    assert stored["format"] == 5 and stored["version"] == [2, 3] and stored["parent"] == [1, 0]
+    assert (
+        stored["format"] == 5 and stored["version"] == [2, 3, 0] and stored["parent"] == [1, 0, 0]
+    )
     assert stored["consumption"] == {"num_uses": 32, "digest": "ab" * 16, "cursor": 4, "mixed": {}}
     assert stored["files"]["trainer/model.safetensors"]["size"] == 12
     assert manifests.latest(tmp_path / "nothing") is None
@@ -177,7 +179,7 @@ async def test_the_same_step_of_an_earlier_lineage_is_replaced(tmp_path: Path) -
 
 def test_reading_a_manifest_loads_no_torch() -> None:
     code = (
-        "import sys, rft.trainer.manifest, rft.trainer.settings, rft.trainer.pack; assert "
+        "import sys, rft.trainer.checkpoint.manifest, rft.trainer.settings, rft.trainer.rows.pack; assert "
         "'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -186,7 +188,7 @@ def test_reading_a_manifest_loads_no_torch() -> None:
 SAVE_AGAIN = """
 import asyncio, sys
 from pathlib import Path
-from rft.trainer.checkpoints import Checkpoints
+from rft.trainer.checkpoint.checkpoints import Checkpoints
 from rft.types.ids import Version
 from rft.types.ports import Consumption
 

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rft.trainer.pack import Budget, TrainRow, plan
+from rft.trainer.rows.pack import Budget, TrainRow, plan
 from rft.types.row_layout import AskedLayout
 
 LAYOUTS: list[AskedLayout] = ["shared", "packed", "padded"]

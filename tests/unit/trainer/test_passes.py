@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 import torch
 
-from rft.algorithm.settings import AlgorithmSettings
+from rft.algorithm.settings import AlgorithmSettings, CorrectionConfig
 from rft.errors import CheckpointInvalid, RunFailed
 from rft.taskset.offline_data import OfflineData
 from rft.taskset.settings import OfflineDataSettings, TasksetSettings
-from rft.trainer import batch_builder
-from rft.trainer.learner import Learner
-from rft.trainer.numbers import numbers
-from rft.trainer.offline_reader import HeldOut
-from rft.trainer.pack import RankBatch, TrainRow
-from rft.trainer.ranks import Ranks
+from rft.trainer.loop.learner import Learner
+from rft.trainer.loop.numbers import numbers
+from rft.trainer.loop.offline_reader import HeldOut
+from rft.trainer.loop.ranks import Ranks
+from rft.trainer.rows import batch_builder
+from rft.trainer.rows.pack import RankBatch, TrainRow
 from rft.trainer.settings import LearnerSettings
 from rft.types.block import decode, encode
 from rft.types.completion import VersionSpan
@@ -89,15 +89,15 @@ def lease(
 
 async def train(ranks: Ranks, given: Lease) -> tuple[batch_builder.StepBatch, Any]:
     """One step as the trainer makes it, without a buffer."""
-    read = batch_builder.read(given, samples=ranks.algorithm.needs.samples)
-    feed = batch_builder.make(
+    read = batch_builder.decode_lease(given, samples=ranks.algorithm.needs.samples)
+    feed = batch_builder.build_step(
         read,
         ranks.algorithm,
         ranks.budget,
         world_size=1,
         computed=await ranks.prepare(read.rows),
         critic_budget=ranks.critic_budget,
-        kl_coefs=ranks.kl_coefs,
+        factors=ranks.factors,
     )
     report = await ranks.step(feed.shares, feed.critic)
     ranks.steer(feed.kl, report, feed.rows, feed.tokens)
@@ -215,10 +215,10 @@ async def test_mismatch_is_of_the_weights_before_the_step(settings: Settings) ->
     # every row is computed
     ranks = Ranks(Learner(settings(ppo_epochs=3, algorithm=AlgorithmSettings(kl_loss_fn="k2"))))
     given = lease(shift=0.1)
-    read = batch_builder.read(given)
+    read = batch_builder.decode_lease(given)
     old = [s["old"] for s in await ranks.compute(read.rows, ("old",))]
     feed, report = await train(ranks, given)
-    found = numbers(feed, report, ranks.kl_coefs)
+    found = numbers(feed, report, ranks.factors)
     ratio = np.exp(
         np.concatenate(
             [o - r.logprobs[r.loss_mask] for o, r in zip(old, read.rows, strict=True)]
@@ -269,13 +269,13 @@ async def test_weights_and_rejection_reach_the_loss(settings: Settings) -> None:
         Learner(
             settings(
                 algorithm=AlgorithmSettings(
-                    bypass_old_logprobs=False, rollout_correction=correction
+                    bypass_old_logprobs=False, rollout_correction=CorrectionConfig(**correction)
                 )
             )
         )
     )
     feed, report = await train(ranks, given := lease(shift=0.1))
-    read = batch_builder.read(given)
+    read = batch_builder.decode_lease(given)
     (old,) = Learner(ranks.settings).score([read.rows])
     deltas = [
         s["old"].astype(np.float64) - r.logprobs[r.loss_mask]
@@ -303,7 +303,13 @@ async def test_weights_and_rejection_reach_the_loss(settings: Settings) -> None:
 async def test_a_correction_that_corrects_nothing_needs_nothing(settings: Settings) -> None:
     """Two policies and the clipped loss: the ratio against the sampler holds the weight."""
     for correction in ({"bypass_mode": True}, {"bypass_mode": True, "rollout_is": "token"}):
-        ranks = Ranks(Learner(settings(algorithm=AlgorithmSettings(rollout_correction=correction))))
+        ranks = Ranks(
+            Learner(
+                settings(
+                    algorithm=AlgorithmSettings(rollout_correction=CorrectionConfig(**correction))
+                )
+            )
+        )
         plain = Ranks(Learner(settings(algorithm=AlgorithmSettings())))
         assert ranks.before == frozenset()
         (_, one), (_, two) = (
@@ -314,7 +320,7 @@ async def test_a_correction_that_corrects_nothing_needs_nothing(settings: Settin
 
 
 REJECTS = {
-    "rollout_correction": {"rollout_rs": "token_k2", "rollout_rs_threshold": 1e-9},
+    "rollout_correction": CorrectionConfig(rollout_rs="token_k2", rollout_rs_threshold=1e-9),
     "bypass_old_logprobs": False,
 }
 NO_BEST = {"sample_strategy": "group_best", "sample_strategy_args": {"min_reward": 5.0}}
@@ -327,8 +333,8 @@ async def test_a_step_of_which_nothing_is_left_computes_nothing(
     parts: dict[str, Any], loss: str, settings: Settings
 ) -> None:
     ranks = Ranks(Learner(settings(algorithm=AlgorithmSettings(policy_loss_fn=loss, **parts))))
-    read = batch_builder.read(lease(shift=1.0))
-    feed = batch_builder.make(
+    read = batch_builder.decode_lease(lease(shift=1.0))
+    feed = batch_builder.build_step(
         read, ranks.algorithm, ranks.budget, world_size=1, computed=await ranks.prepare(read.rows)
     )
     assert feed.tokens == 0 and feed.shares[0].micro_batches == ()
@@ -343,14 +349,14 @@ async def test_an_adaptive_factor_is_steered_and_goes_on_after_a_resume(
 ) -> None:
     own = AlgorithmSettings(**{f"{where}_fn": "k2", f"{where}_fn_args": STEERED})
     ranks = Ranks(Learner(settings(algorithm=own)))
-    coefs = [ranks.kl_coefs[where]]
+    coefs = [ranks.factors[where]]
     losses = []
     for step in (1, 2, 3, 4):
         feed, report = await train(ranks, lease(step))
         told = numbers(feed, report, {where: coefs[-1]})
         kl = told["advantage/kl" if where == "kl_penalty" else "actor/kl"]
         expected = coefs[-1] * (1 + min(0.2, max(-0.2, kl / 1e-4 - 1)) * 6 / 60)
-        coefs.append(ranks.kl_coefs[where])
+        coefs.append(ranks.factors[where])
         losses.append(report.sums["loss"])
         assert coefs[-1] == pytest.approx(expected, rel=1e-5)
         if step == 2:
@@ -360,9 +366,38 @@ async def test_an_adaptive_factor_is_steered_and_goes_on_after_a_resume(
 
     second = Ranks(Learner(settings(algorithm=own)))
     await second.load(tmp_path)
-    assert second.kl_coefs[where] == coefs[2]
+    assert second.factors[where] == coefs[2]
     again = [(await train(second, lease(step)))[1].sums["loss"] for step in (3, 4)]
-    assert again == losses[2:] and second.kl_coefs[where] == coefs[4]
+    assert again == losses[2:] and second.factors[where] == coefs[4]
+
+
+async def test_an_adaptive_entropy_bonus_goes_on_after_a_resume(
+    settings: Settings, tmp_path: Path
+) -> None:
+    """The first two steps measure an entropy below the target: the bonus begins in the second."""
+    own = AlgorithmSettings(
+        entropy_loss_fn="default",
+        entropy_loss_fn_args={"adaptive": True, "target_entropy": 50.0, "delta": 0.1},
+    )
+    ranks = Ranks(Learner(settings(algorithm=own)))
+    factors = []
+    losses = []
+    for step in (1, 2, 3):
+        factors.append(ranks.factors["entropy_loss"])
+        feed, report = await train(ranks, lease(step))
+        told = numbers(feed, report, {"entropy_loss": factors[-1]})
+        assert told["actor/entropy_coef"] == factors[-1]
+        bonus = told["actor/pg_loss"] - told["actor/loss"]
+        assert bonus == pytest.approx(factors[-1] * told["actor/entropy"], rel=1e-4, abs=1e-6)
+        losses.append(report.sums["loss"])
+        if step == 2:
+            await ranks.take(2, copy=False)
+            await ranks.write(tmp_path / "trainer")
+    assert factors == pytest.approx([0, 0.1, 0.2])
+    second = Ranks(Learner(settings(algorithm=own)))
+    await second.load(tmp_path)
+    assert second.factors == {"entropy_loss": pytest.approx(0.2)}
+    assert (await train(second, lease(3)))[1].sums["loss"] == losses[2]
 
 
 async def test_a_checkpoint_without_the_factor_is_refused(
@@ -393,7 +428,7 @@ async def test_a_constant_factor_is_the_written_one_whatever_the_checkpoint_was_
     other = replace(own, kl_loss_fn_args={"kl_coef": 0.1}, kl_penalty_fn_args={"kl_coef": 0.2})
     ranks = Ranks(Learner(settings(algorithm=other)))
     await ranks.load(tmp_path)
-    assert ranks.kl_coefs == {"kl_loss": 0.1, "kl_penalty": 0.2}
+    assert ranks.factors == {"kl_loss": 0.1, "kl_penalty": 0.2}
 
 
 async def test_held_out_rows_have_the_factor_that_the_next_step_has(settings: Settings) -> None:
@@ -435,7 +470,7 @@ async def test_a_kl_in_the_reward_of_ones_own_is_trained_and_told(
     ranks = Ranks(
         Learner(settings(algorithm=AlgorithmSettings(kl_penalty_fn=f"{tmp_path / 'own.py'}:apart")))
     )
-    told = numbers(*await train(ranks, lease()), ranks.kl_coefs)
+    told = numbers(*await train(ranks, lease()), ranks.factors)
     assert (
         told["advantage/kl"] == 0.25
         and told["train/updates"] == 1

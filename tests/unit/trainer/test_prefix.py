@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rft.trainer import prefix
+from rft.trainer.rows import prefix
 
 sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=8)
 
@@ -19,7 +19,7 @@ def test_example_of_the_docstring() -> None:
     assert tree.tokens.tolist() == [7, 8, 9, 10]
     assert tree.positions.tolist() == [0, 1, 2, 2]
     assert [p.tolist() for p in tree.paths] == [[0, 1, 2], [0, 1, 3]]
-    assert [b.own.tolist() for b in tree.branches] == [[0, 1, 2], [3]]
+    assert [b.new_slots.tolist() for b in tree.branches] == [[0, 1, 2], [3]]
 
 
 @given(sequences)
@@ -31,7 +31,7 @@ def test_paths_spell_their_rows_and_every_prefix_is_there_once(rows: list[list[i
         assert tree.positions[path].tolist() == list(range(len(row)))
     distinct = {tuple(r[: n + 1]) for r in rows for n in range(len(r))}
     assert len(tree.tokens) == len(distinct) == prefix.shared_length(given_rows)
-    assert sorted(np.concatenate([b.own for b in tree.branches]).tolist()) == list(
+    assert sorted(np.concatenate([b.new_slots for b in tree.branches]).tolist()) == list(
         range(len(tree.tokens))
     )
 

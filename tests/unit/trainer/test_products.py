@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from rft.trainer import products
+from rft.trainer.model import products
 
 LAYOUTS: dict[str, Callable[[int, int], torch.Tensor]] = {
     "plain": torch.randn,
@@ -27,7 +27,7 @@ LAYOUTS: dict[str, Callable[[int, int], torch.Tensor]] = {
 @pytest.mark.parametrize("right", LAYOUTS)
 @pytest.mark.parametrize("left", LAYOUTS)
 @pytest.mark.parametrize(
-    "shape", [(567, 576, 192), (1, 33, 7), (5, 1, 1), (0, 4, 3), (4, 0, 3), (4, 3, 0)], ids=str
+    "shape", [(67, 76, 52), (1, 33, 7), (5, 1, 1), (0, 4, 3), (4, 0, 3), (4, 3, 0)], ids=str
 )
 def test_every_layout_and_size(left: str, right: str, shape: tuple[int, int, int]) -> None:
     torch.manual_seed(0)

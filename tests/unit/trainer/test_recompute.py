@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, LlamaConfig, Qwen3Config
 
-from rft.config.model_folder import LEAN
-from rft.trainer import recompute
+from rft.preflight.model_folder import LEAN
+from rft.trainer.model import recompute
 
 SIZES = {
     "vocab_size": 64,

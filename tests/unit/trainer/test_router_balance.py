@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from rft.errors import ConfigError
-from rft.trainer import policy
-from rft.trainer.learner import Learner
-from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
+from rft.trainer.loop.learner import Learner
+from rft.trainer.model import policy
+from rft.trainer.rows.pack import Budget, RankBatch, TrainRow, plan
 from rft.trainer.settings import LearnerSettings, LoraSettings
 from tests.helpers import families
 

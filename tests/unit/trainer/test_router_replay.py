@@ -15,8 +15,8 @@ import torch
 
 from rft.engine.routers import Routers
 from rft.errors import ConfigError
-from rft.trainer.learner import Learner
-from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
+from rft.trainer.loop.learner import Learner
+from rft.trainer.rows.pack import Budget, RankBatch, TrainRow, plan
 from rft.trainer.settings import LearnerSettings, LoraSettings
 from rft.types import experts
 from tests.helpers import families

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from rft.errors import ConfigError, RunFailed, SetupError
-from rft.trainer import attention, layer_copy, row_proof
-from rft.trainer import policy as policies
-from rft.trainer.learner import Learner
-from rft.trainer.pack import TrainRow
-from rft.trainer.policy import Policy
+from rft.trainer.loop.learner import Learner
+from rft.trainer.model import attention, layer_copy, row_proof
+from rft.trainer.model import policy as policies
+from rft.trainer.model.policy import Policy
+from rft.trainer.rows.pack import TrainRow
 from rft.trainer.settings import CriticSettings, LearnerSettings
 from rft.types.row_layout import Choice, choose
 from tests.helpers import families

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rft.trainer import sharding
+from rft.trainer.model import sharding
 from rft.trainer.settings import LearnerSettings
 
 

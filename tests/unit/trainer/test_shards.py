@@ -18,13 +18,14 @@ import torch
 from safetensors.torch import load_file
 
 from rft.errors import CheckpointInvalid, RunFailed
-from rft.trainer import manifest as manifests
-from rft.trainer import shards, tensors
-from rft.trainer.checkpoints import BestSteps, Checkpoints
-from rft.trainer.learner import Learner
-from rft.trainer.pack import RankBatch, TrainRow
-from rft.trainer.settings import LearnerSettings, OptimSettings
-from rft.trainer.tensors import Files, Piece
+from rft.trainer.checkpoint import manifest as manifests
+from rft.trainer.checkpoint import shards
+from rft.trainer.checkpoint.checkpoints import BestSteps, Checkpoints
+from rft.trainer.loop.learner import Learner
+from rft.trainer.model import tensors
+from rft.trainer.model.tensors import Files, Piece
+from rft.trainer.rows.pack import RankBatch, TrainRow
+from rft.trainer.settings import LearnerSettings, OptimizerConfig
 from rft.types.ids import Version
 from rft.types.ports import Consumption
 from tests.helpers.counted import Counted
@@ -151,6 +152,18 @@ def test_what_was_taken_is_written_though_training_went_on(
     assert "pretrained/config.json" in hashes
 
 
+async def test_a_damaged_checkpoint_is_pruned_first(tmp_path: Path) -> None:
+    async def fill(aside: Path) -> dict[str, str]:
+        cut(aside / "trainer", WHOLE, 2, 1)
+        return {}
+
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    await checkpoints.save(Version(1, 1), None, USED, fill)
+    (tmp_path / "global_step_1" / "manifest.json").write_text("{")
+    await checkpoints.save(Version(1, 2), None, USED, fill)
+    assert [p.name for p in manifests.committed(tmp_path)] == ["global_step_2"]
+
+
 async def test_a_crash_while_writing_leaves_the_earlier_one(tmp_path: Path) -> None:
     """At most one is written at a time; while it is, the one before counts."""
     started = threading.Event()
@@ -204,7 +217,7 @@ async def test_the_best_is_kept_beside_the_newest(
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     for step in range(1, 7):
-        await Checkpoints(folder, keep=1, beside=best).save(Version(1, step), None, USED, fill)
+        await Checkpoints(folder, keep=1, spare=best).save(Version(1, step), None, USED, fill)
     assert [manifests.step_of(f) for f in manifests.committed(folder)] == [4, 6]
 
 
@@ -226,7 +239,7 @@ async def test_one_whose_evaluation_has_not_ended_is_kept(tmp_path: Path) -> Non
                 json.dumps({"role": role, "step": step, "time": 0.0, "values": named}) + "\n"
             )
 
-    checkpoints = Checkpoints(folder, keep=1, beside=BestSteps(metrics, "eval/x/score", "max"))
+    checkpoints = Checkpoints(folder, keep=1, spare=BestSteps(metrics, "eval/x/score", "max"))
 
     async def saved(*steps: int) -> list[int]:
         for step in steps:
@@ -302,7 +315,7 @@ def test_every_optimizer_goes_on_bit_for_bit(
     name: Any, settings: Settings, rows: list[TrainRow], make_batch: Batch, tmp_path: Path
 ) -> None:
     own = settings(
-        optim=OptimSettings(
+        optim=OptimizerConfig(
             optimizer_type=name, lr=1e-3, momentum=0.9, decay_norms_and_biases=False
         )
     )
@@ -326,7 +339,7 @@ def test_every_optimizer_goes_on_bit_for_bit(
 
 def test_norms_and_biases_can_be_left_undecayed(settings: Settings) -> None:
     groups = Learner(
-        settings(optim=OptimSettings(decay_norms_and_biases=False, weight_decay=0.1))
+        settings(optim=OptimizerConfig(decay_norms_and_biases=False, weight_decay=0.1))
     ).optimizer.param_groups
     assert [(g["weight_decay"], {p.ndim for p in g["params"]}) for g in groups] == [
         (0.1, {2}),

@@ -17,17 +17,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rft.algorithm.settings import AlgorithmSettings
+from rft.algorithm.settings import AlgorithmSettings, CorrectionConfig
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
 from rft.errors import DeadlineExceeded, RunFailed, WeightSyncFailed
 from rft.sync.transport.checkpoint import CheckpointTransport
-from rft.trainer import manifest as manifests
-from rft.trainer.learner import Learner
-from rft.trainer.pack import TrainRow
-from rft.trainer.ranks import Ranks
+from rft.trainer.checkpoint import manifest as manifests
+from rft.trainer.loop.learner import Learner
+from rft.trainer.loop.ranks import Ranks
+from rft.trainer.loop.trainer import Trainer
+from rft.trainer.rows.pack import TrainRow
 from rft.trainer.settings import LearnerSettings, TrainerSettings
-from rft.trainer.trainer import Trainer
 from rft.types.block import encode
 from rft.types.completion import VersionSpan
 from rft.types.experience import Experience, SamplingRecord
@@ -169,7 +169,7 @@ async def fill(buffer: Buffer, lineage: int, batches: range, **what: Any) -> Non
     writer = buffer.writer(lineage)
     for batch in batches:
         await writer.append(group(lineage, batch, **what), accepted=True)
-        await writer.close_batch(batch, accepted=1, wanted=1, reasons={})
+        await writer.close_batch(batch, accepted=1, expected=1, reasons={})
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ async def test_a_publication_that_the_explorer_asks_for_is_no_wait_for_rows(
     lineage = (await buffer.start_lineage(None, None)).lineage
     await fill(buffer, lineage, range(1))
     stage = Stage(buffer, tmp_path, learner(), lineage, total_steps=2)
-    stage.trainer._on_demand = True
+    stage.trainer.on_demand = True
 
     class Asking(Sync):
         async def wait_for_demand(self, step: int) -> bool:
@@ -261,7 +261,7 @@ async def test_a_publication_that_the_explorer_asks_for_is_no_wait_for_rows(
                 await fill(buffer, lineage, range(1, 2))
             return await super().publish(manifest)
 
-    stage.trainer._sync = stage.sync = Asking()
+    stage.trainer.sync = stage.sync = Asking()
     stage.sync.scorer = stage.trainer
     await stage.trainer.run()
     v = stage.sink.records[1].values
@@ -292,7 +292,7 @@ async def test_resumed_ends_with_the_weights_of_an_uninterrupted_run(
     for batch in range(found.consumption.cursor, 4):
         if batch not in held:
             await writer.append(group(second, batch), accepted=True)
-        await writer.close_batch(batch, accepted=1, wanted=1, reasons={})
+        await writer.close_batch(batch, accepted=1, expected=1, reasons={})
     await stage.trainer.run()
     assert stage.sync.published[0] == Version(second, 2)
     last = manifests.latest(tmp_path / "checkpoints")
@@ -362,7 +362,7 @@ async def test_a_step_whose_tokens_are_all_rejected_is_explained_and_the_run_goe
 ) -> None:
     lineage = (await buffer.start_lineage(None, None)).lineage
     await fill(buffer, lineage, range(3))
-    correction = {"rollout_rs": "token_k2", "rollout_rs_threshold": 1e-12}
+    correction = CorrectionConfig(rollout_rs="token_k2", rollout_rs_threshold=1e-12)
     made = learner(
         algorithm=AlgorithmSettings(bypass_old_logprobs=False, rollout_correction=correction)
     )
@@ -432,7 +432,7 @@ async def test_ppo_goes_on_from_its_checkpoint(
     for batch in range(found.consumption.cursor, 4):
         if batch not in held:
             await writer.append(group(second, batch), accepted=True)
-        await writer.close_batch(batch, accepted=1, wanted=1, reasons={})
+        await writer.close_batch(batch, accepted=1, expected=1, reasons={})
     await stage.trainer.run()
     again = [r.values["critic/vf_loss"] for r in stage.sink.records]
     assert again == [v["critic/vf_loss"] for v in values[2:]]

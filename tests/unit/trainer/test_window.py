@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rft.trainer.window import NAMES, Window
+from rft.trainer.loop.window import NAMES, Window
 from rft.types.completion import VersionSpan
 from rft.types.experience import Experience
 from rft.types.ids import GroupId, Version

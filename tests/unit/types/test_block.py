@@ -1,11 +1,6 @@
-"""Frames: what goes in comes out, chosen rows only where asked, old frames too; damaged ones are
-refused.
-"""
+"""Frames: what goes in comes out, chosen rows where asked; damaged frames are refused."""
 
 from __future__ import annotations
-
-import base64
-import zlib
 
 import msgspec
 import numpy as np
@@ -15,16 +10,6 @@ from rft.types.block import bundle, contents, decode, encode
 from rft.types.completion import VersionSpan
 from rft.types.experience import Experience
 from rft.types.ids import GroupId, Version
-
-# Two rows as the first format wrote them; the head ends with a zero of its own before its padding.
-OLD = zlib.decompress(
-    base64.b85decode(
-        "c-qa9Pfh|c6vk(e@&A7%(VbTyVd28Wod+=Pn+gwTm}#57DlA-Z1eAqaRD@9>;RYIAs#ov~9>E8rh(zN;WBig|(${=_ef`qyt({~&=Ja&*<gA{G%(3f?#Hnmrjs*mJV"
-        "lTTZCS(Rm@vx{&A?vH+NwI;J+dT}^D$qVyXc*wAWUZYQQed9FmaRNT=Bu1GY8UU?`(RKg$xw5Nht(rD7V|>n)I!Kyg?bdZ$=q)~M>DmenrUt<mM;V{C}}YEHVgof=K"
-        "w3`Rw*AVSJXeymRTs-TH63>B@v>s8Gtn+jpe$KSyk?&eW5jE`cpX#s|p~odbS}_o^#<VL>ADat7iwhNpB^5Gm;^j^48itJBwz+n~nvZ&V%XqyBSE*{mUd1|0>DE`cRU"
-        "Ihswt&6A$5cSw_A`*XgUf?0(r1BL2SX4p_Rn9^lh+9x+Oc5#z)JF-c4j)5HuhOUx1T!~(HMED_6t_YUjpIerSMeEs`4&I^?pO11"
-    )
-)
 
 
 def row(run: int, length: int, *, teacher: bool = False, reward: float = 1.0) -> Experience:
@@ -119,25 +104,15 @@ def test_a_changed_byte_of_a_row_changes_its_hash() -> None:
     assert before[:2] == after[:2] and before[2] != after[2]
 
 
-def test_frames_of_the_first_format_are_read() -> None:
-    rows = decode(OLD)
-    assert all(map(same, rows, ROWS[:2]))
-    assert same(decode(OLD, [1])[0], ROWS[1])
-    assert [c.hash for c in contents(OLD)] == [
-        "3ff7735abb846be1650bc19502863066",
-        "8b58382972d9466b1c3b25e341a1dc31",
-    ]
-
-
 def test_a_bundle_holds_chosen_rows_with_the_rewards_that_stand() -> None:
-    found = decode(bundle([(encode(ROWS), [2, 0], [0.25, 1.0]), (OLD, [1], [None])]))
+    found = decode(bundle([(encode(ROWS), [2, 0], [0.25, 1.0]), (encode(ROWS), [1], [None])]))
     assert [(x.id.run, x.reward) for x in found] == [(2, 0.25), (0, 1.0), (1, None)]
     assert same(found[1], ROWS[0])
 
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: encode(ROWS), lambda: bundle([(encode(ROWS), [0, 1, 2], [1.0] * 3)]), lambda: OLD],
+    [lambda: encode(ROWS), lambda: bundle([(encode(ROWS), [0, 1, 2], [1.0] * 3)])],
 )
 def test_every_cut_is_noticed(make: object) -> None:
     frame: bytes = make()  # type: ignore[operator]

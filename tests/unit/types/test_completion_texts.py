@@ -9,7 +9,7 @@ from rft.explorer.stored import transcript
 from rft.extras.judge_lab.rescore import transcript_of
 from rft.types.completion import Completion, Transcript
 from rft.types.ids import GroupId
-from rft.workflow.play_run import experiences
+from rft.workflow.run_rows import experiences
 from tests.helpers.answers import make_transcript, task
 
 

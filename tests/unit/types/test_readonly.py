@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -74,3 +75,9 @@ def test_an_array_cannot_be_made_writable_again(shape: tuple[int, ...]) -> None:
     given[:] = 0
     assert array.shape == shape and array.dtype is np.dtype(np.float32) and array.all()
     assert read_only(array) is array
+
+
+def test_a_subclass_of_an_array_is_read_only(tmp_path: Path) -> None:
+    np.arange(3).tofile(tmp_path / "a")
+    value = read_only(np.memmap(tmp_path / "a", np.int64, "r+"))
+    assert not value.flags.writeable and value.tolist() == [0, 1, 2]

@@ -34,7 +34,7 @@ def test_numbers_come_back_to_the_last_bit(engine: list[float], trainer: list[fl
     x = row(NAME)
     x = msgspec.structs.replace(x, logprobs=np.array([0.0] * 6 + engine, np.float32))
     taught = np.array(engine[::-1], np.float32)
-    made = token_logprobs.beside(x, np.array(trainer, np.float32), taught)
+    made = token_logprobs.of_row(x, np.array(trainer, np.float32), taught)
     (back,) = token_logprobs.decode(token_logprobs.encode([made]))
     assert back == made
     read = token_logprobs.of_trainer(made.token_start, made.pairs)
@@ -45,14 +45,14 @@ def test_numbers_come_back_to_the_last_bit(engine: list[float], trainer: list[fl
 
 
 def test_what_was_not_trained_is_null() -> None:
-    made = token_logprobs.beside(two_turns(), np.array([-1, -2, -3, -4], np.float32))
+    made = token_logprobs.of_row(two_turns(), np.array([-1, -2, -3, -4], np.float32))
     found = json.loads(made.pairs)
     assert (made.id, made.token_start, len(found)) == (str(NAME), 2, 8)
     assert [None if p is None else p[1] for p in found] == [-1, -2, None, None, None, -3, None, -4]
 
 
 def test_what_is_not_known_is_null() -> None:
-    made = token_logprobs.beside(
+    made = token_logprobs.of_row(
         two_turns(has_logprobs=False), np.array([-1, -np.inf, np.nan, -0.0], np.float32)
     )
     assert [p for p in json.loads(made.pairs) if p is not None] == [

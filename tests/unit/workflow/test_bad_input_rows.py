@@ -141,7 +141,7 @@ async def test_a_run_that_changes_its_task_changes_nothing_for_others() -> None:
     )
     engine = ScriptedEngine(answer=lambda m: "4")
     group = await run_group(
-        task, Recipes().of(task), engine, GroupId(1, 0, 0, 0), limits=RunLimits(20.0)
+        task, Recipes().find(task), engine, GroupId(1, 0, 0, 0), limits=RunLimits(20.0)
     )
     assert group.rewards == [2.0, 2.0, 2.0] and task.row == {"choices": ["a", "b"], "other": 1}
     assert {c.messages[0]["content"] for c in engine.calls} == {"2+2?"}

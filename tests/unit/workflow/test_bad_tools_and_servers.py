@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from rft.engine.built_in import make
-from rft.engine.settings import EngineSettings, ExternalSettings
+from rft.engine.settings import EngineSettings, ExternalModelConfig
 from rft.errors import EngineFailed
 from rft.testing import ScriptedModel, run_workflow, run_workflow_async, tool_call
 from rft.testing.play import WorkflowResult
@@ -223,7 +223,7 @@ async def test_a_server_that_breaks_off_is_asked_again(breaks: str) -> None:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-    external = ExternalSettings(model_name="m", base_url=url, max_retries=2)
+    external = ExternalModelConfig(model_name="m", base_url=url, max_retries=2)
     async with server:
         engine = await make(EngineSettings(engine_type="external", name="judge", external=external))
         request = GenerateRequest(messages=({"role": "user", "content": "?"},))

@@ -58,7 +58,7 @@ def agent(play, **flags):
 async def play(engine, workflow, *, timeout_s=20.0, **of_task):
     of = task(workflow=workflow, **of_task)
     return await run_group(
-        of, Recipes().of(of), engine, ID, limits=RunLimits(max_timeout_s=timeout_s)
+        of, Recipes().find(of), engine, ID, limits=RunLimits(max_timeout_s=timeout_s)
     )
 
 
@@ -273,7 +273,7 @@ async def test_what_cannot_be_served_is_refused_by_name():
             "/chat/completions", json={"messages": [{"role": "user", "content": "x" * 5000}]}
         )
         assert got.status_code == 400 and got.json()["error"]["code"] == "context_length_exceeded"
-        got = await http.post("/responses", json={"input": "hi"})
+        got = await http.post("/embeddings", json={"input": "hi"})
         assert got.status_code == 404 and "/v1/chat/completions" in got.json()["error"]["message"]
         assert not ctx.completions
 
@@ -367,7 +367,7 @@ async def test_an_agent_with_a_seed_of_its_own_plays_its_runs_differently(rule):
         engine, name = ScriptedEngine(answer=lambda m: "a"), agent(seeded, sampling=rule)
         of = task(workflow=name, num_runs=3)
         await run_group(
-            of, Recipes().of(of), engine, ID, limits=RunLimits(max_timeout_s=20), seed=place
+            of, Recipes().find(of), engine, ID, limits=RunLimits(max_timeout_s=20), seed=place
         )
         found.append(drawn(engine))
         assert len(set(found[-1])) == 3 and all(a == b != c for a, b, c in found[-1])
@@ -557,7 +557,7 @@ def test_a_program_that_is_not_there_is_named_before_anything_runs(tmp_path):
             if there
             else pytest.raises(ConfigError, match="is no program here")
         ):
-            Recipes().of(of)
+            Recipes().find(of)
 
 
 def test_a_library_that_is_missing_is_named_before_anything_runs(monkeypatch):
@@ -565,7 +565,7 @@ def test_a_library_that_is_missing_is_named_before_anything_runs(monkeypatch):
     with pytest.raises(
         SetupError, match=r"react_agent_workflow needs openai: pip install 'rft-platform\[agent\]'"
     ):
-        Recipes().of(Task(taskset="t", index=0, prompt="?", workflow="react_agent_workflow"))
+        Recipes().find(Task(taskset="t", index=0, prompt="?", workflow="react_agent_workflow"))
 
 
 async def test_observers_ask_without_being_recorded():

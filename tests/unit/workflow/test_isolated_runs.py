@@ -56,14 +56,14 @@ async def play(recipes, name, *, num_runs=1, timeout_s=60.0, engine=None, seed=N
     )
     engine = engine or ScriptedEngine(answer=lambda m: "4")
     return await run_group(
-        task, recipes.of(task), engine, ID, limits=RunLimits(timeout_s), seed=seed
+        task, recipes.find(task), engine, ID, limits=RunLimits(timeout_s), seed=seed
     )
 
 
 async def test_a_run_gives_the_same_records_as_in_our_process(recipes, monkeypatch):
     async def both(**more):
         there = await play(recipes, "unsafe_twice", num_runs=2, **more)
-        monkeypatch.setattr(recipes.of(there.task).make().__class__, "isolated", False)
+        monkeypatch.setattr(recipes.find(there.task).make().__class__, "isolated", False)
         here = await play(Recipes(), "unsafe_twice", num_runs=2, **more)
         monkeypatch.undo()
         return there, here
@@ -129,7 +129,7 @@ async def test_an_answer_that_comes_too_late_holds_up_no_later_call(recipes):
     task = Task(taskset="t", index=0, prompt="2+2?", workflow="unsafe_impatient", num_runs=1)
     engine = ScriptedEngine(answer=answer)
     group = await run_group(
-        task, recipes.of(task), engine, ID, limits=RunLimits(20.0), models=models
+        task, recipes.find(task), engine, ID, limits=RunLimits(20.0), models=models
     )
     assert [r.reason for r in group.rows if r.status == "failed"] == [] and group.rewards == [1.0]
 
@@ -144,9 +144,9 @@ def stranger():
 
 async def test_a_dead_server_costs_no_run_and_signals_nobody(recipes, stranger):
     await play(recipes, "unsafe_twice")
-    server = recipes.of(
+    server = recipes.find(
         Task(taskset="t", index=0, prompt="?", workflow="unsafe_twice")
-    ).place._server
+    ).isolation._server
     server._children.add(stranger.pid)  # as if it had the id of a run that died with its server
     server._process.kill()
     server._process.wait()
@@ -159,9 +159,9 @@ async def test_a_dead_server_costs_no_run_and_signals_nobody(recipes, stranger):
 
 async def test_a_server_outlives_being_asked_for_a_child_that_it_has_not(recipes, stranger):
     await play(recipes, "unsafe_twice")
-    server = recipes.of(
+    server = recipes.find(
         Task(taskset="t", index=0, prompt="?", workflow="unsafe_twice")
-    ).place._server
+    ).isolation._server
     first = server._process
     server._children.add(stranger.pid)
     assert server.kill(stranger.pid) is None
@@ -180,10 +180,10 @@ def test_a_fork_that_fails_is_told_and_the_server_goes_on(monkeypatch):
                 [b"Twice"],
                 [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [other.fileno()]))],
             )
-            assert isolated_child._served(theirs, None)
+            assert isolated_child._serve_order(theirs, None)
             assert ours.recv(500) == b"BlockingIOError: [Errno 11] Resource temporarily unavailable"
         ours.send(b"reap 1")
-        assert isolated_child._served(theirs, None) and not ours.recv(500).isdigit()
+        assert isolated_child._serve_order(theirs, None) and not ours.recv(500).isdigit()
 
 
 @pytest.mark.parametrize("what", ["spins", "sleeps_in_c"])
@@ -241,7 +241,7 @@ async def test_a_dead_engine_is_no_failed_run(recipes):
 async def test_a_prompt_that_is_too_long_is_named(recipes):
     task = Task(taskset="t", index=0, prompt="x" * 5000, workflow="unsafe_twice", num_runs=1)
     group = await run_group(
-        task, recipes.of(task), ScriptedEngine(), ID, limits=RunLimits(60.0, max_retry_times=3)
+        task, recipes.find(task), ScriptedEngine(), ID, limits=RunLimits(60.0, max_retry_times=3)
     )
     assert group.rows[0].reason.startswith("PromptTooLong: ") and group.runs[0].attempts == 1
 
@@ -255,10 +255,10 @@ def test_classes_that_cannot_be_isolated_are_refused():
 
     task = Task(taskset="t", index=0, prompt="?", workflow="test_isolated_local")
     with pytest.raises(ConfigError, match="must stand at the top of its file"):
-        Recipes().of(task)
+        Recipes().find(task)
     Local.isolated = 3
     with pytest.raises(ConfigError, match="must be True or an Isolation"):
-        Recipes().of(task)
+        Recipes().find(task)
 
 
 def children() -> list[str]:

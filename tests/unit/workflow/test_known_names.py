@@ -8,11 +8,9 @@ import pytest
 
 from rft.buffer.operators.experience_pipeline import REFUSED
 from rft.errors import ConfigError
-from rft.plugins import REGISTRY, checked_args, load_all
-from rft.reward import build_reward as rewards
+from rft.plugins import REGISTRY, checked_args, load_all, refused_names
 from rft.reward.build_reward import build
 from rft.types.task import Task
-from rft.workflow import recipes
 from rft.workflow.recipes import Recipes
 
 TRINITY = {
@@ -42,21 +40,21 @@ def plugins() -> None:
     load_all()
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize(("kind", "name"), ROWS)
 def test_every_name_is_there_or_has_a_reason(kind: str, name: str) -> None:
     there = name in REGISTRY.names(kind)
-    reasons = {"workflow": recipes.INSTEAD, "reward": rewards.INSTEAD, "operator": REFUSED}.get(
-        kind, {}
-    )
+    reasons = REFUSED if kind == "operator" else refused_names(kind)
     assert there != (name in reasons)
 
 
+@pytest.mark.extra
 def test_the_reasons_are_what_a_configuration_is_told() -> None:
-    for name, why in recipes.INSTEAD.items():
+    for name, why in refused_names("workflow").items():
         with pytest.raises(ConfigError) as e:
-            Recipes().of(Task(taskset="t", index=0, prompt="x", workflow=name))
+            Recipes().find(Task(taskset="t", index=0, prompt="x", workflow=name))
         assert why in str(e.value) and len(why) > 20
-    for name, why in rewards.INSTEAD.items():
+    for name, why in refused_names("reward").items():
         with pytest.raises(ConfigError) as e:
             build(name, {})
         assert why in str(e.value)

@@ -136,7 +136,7 @@ def test_a_task_belongs_to_each_run() -> None:
         workflow_args={"b": [2]},
         reward_args={"c": [3]},
     )
-    own = task.own()
+    own = task.deep_copy()
     own.row["a"].append(1)
     own.workflow_args["b"].append(1)
     own.reward_args["c"].append(1)

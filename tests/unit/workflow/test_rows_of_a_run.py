@@ -14,14 +14,15 @@ from rft.engine.scripted import ScriptedEngine
 from rft.plugins import load_all
 from rft.reward.base import reward
 from rft.types.block import decode, encode
-from rft.types.completion import Completion, Score, Transcript, Turn
-from rft.types.ids import GroupId
+from rft.types.completion import Completion, Score, TokenScores, Transcript, Turn
+from rft.types.ids import GroupId, Version
 from rft.types.task import SamplingArgs, Task
-from rft.workflow import play_run
+from rft.workflow import run_rows
 from rft.workflow.base import Workflow, workflow
 from rft.workflow.group import run_group
-from rft.workflow.play_run import RunLimits, cut
+from rft.workflow.play_run import RunLimits
 from rft.workflow.recipes import Recipes
+from rft.workflow.run_rows import cut
 from tests.helpers.counted import Counted
 
 ID = GroupId(1, 0, 3, 5)
@@ -48,7 +49,7 @@ def task(**changes):
 
 async def play(engine, task, *, models=None):
     recipes = Recipes()
-    recipes.of(task)
+    recipes.find(task)
     await recipes.prepare(models or {})
     try:
         return await run_group(
@@ -293,8 +294,8 @@ def test_a_call_costs_the_same_however_many_a_run_has():
 
 def test_a_chat_that_goes_on_is_compared_with_its_last_call_alone(monkeypatch):
     summed = []
-    sums = play_run._prefix_sums
-    monkeypatch.setattr(play_run, "_prefix_sums", lambda turn: summed.append(turn) or sums(turn))
+    sums = run_rows._prefix_sums
+    monkeypatch.setattr(run_rows, "_prefix_sums", lambda turn: summed.append(turn) or sums(turn))
     grown = [turn(range(3 * i + 1), [3 * i + 1, 3 * i + 2]) for i in range(20)]
     assert [len(c) for c in cut(Transcript(turns=tuple(grown), layout="chains"))] == [20] and len(
         summed
@@ -311,7 +312,7 @@ async def test_a_run_without_scores_of_its_calls_is_cut_once(monkeypatch):
 
     times = []
     monkeypatch.setattr(
-        play_run, "cut", lambda transcript: times.append(transcript) or cut(transcript)
+        run_rows, "cut", lambda transcript: times.append(transcript) or cut(transcript)
     )
     group = await play(
         ScriptedEngine("5", "4"), task(workflow=custom(talks), reward="exact_answer")
@@ -463,9 +464,10 @@ class Teacher:
     def __init__(self):
         self.temperatures = []
 
-    async def logprobs(self, row):
+    async def score(self, row):
         self.temperatures.append(row.temperature)
-        return -np.arange(1, len(row.tokens) - row.prompt_length + 1, dtype=np.float32)
+        logprobs = -np.arange(1, len(row.tokens) - row.prompt_length + 1, dtype=np.float32)
+        return TokenScores(logprobs=logprobs, version=Version(1, 0))
 
 
 async def test_a_teacher_scores_every_token_that_was_written():
@@ -522,7 +524,7 @@ async def test_a_group_reward_that_is_late_ends_its_runs_by_their_deadline():
     asked = task(reward="test_never_compares", num_runs=2)
     group = await run_group(
         asked,
-        Recipes().of(asked),
+        Recipes().find(asked),
         ScriptedEngine("a", "b"),
         ID,
         limits=RunLimits(max_timeout_s=0.1),

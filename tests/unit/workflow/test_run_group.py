@@ -46,7 +46,7 @@ def task(truth="4", *, num_runs=1, **changes):
 
 
 async def play(engine, task, *, limits=LIMITS, **more):
-    return await run_group(task, Recipes().of(task), engine, ID, limits=limits, **more)
+    return await run_group(task, Recipes().find(task), engine, ID, limits=limits, **more)
 
 
 def custom(run):
@@ -183,6 +183,11 @@ async def bad_score(self, task, ctx):
     return ctx.transcript(score=Score(value=float("nan")))
 
 
+async def bad_part(self, task, ctx):
+    await ctx.chat(task.chat())
+    return ctx.transcript(score=Score(value=1.0, parts={"format": float("nan")}))
+
+
 async def no_layout(self, task, ctx):
     await ctx.chat(task.chat())
     return ctx.transcript(layout="step")
@@ -222,6 +227,7 @@ def blocking_stop(self, task, ctx):
         (no_layout, "layout is 'step'; it must be one of joined, steps, chains"),
         (stop_of_letters, r"stop 'END': must be a list of texts, \['END'\]"),
         (bad_score, "reward is nan; it must be a finite number"),
+        (bad_part, "reward part 'format' is nan; it must be a finite number"),
         (leaves, r"called sys\.exit\(3\)"),
         (cancels_itself, "was cancelled from inside"),
         (changes_the_past, "model call 1: its prompt does not continue"),
@@ -390,15 +396,15 @@ async def test_seeds_depend_on_the_place_alone():
 
 def test_recipes_check_names_and_arguments():
     recipes = Recipes()
-    assert recipes.of(task()) is recipes.of(task(truth="5"))
+    assert recipes.find(task()) is recipes.find(task(truth="5"))
     with pytest.raises(
         ConfigError,
         match=r"unknown argument .stile. for workflow .math_workflow.\.  Known: style, "
         r"system_prompt\.  Did you mean style",
     ):
-        recipes.of(task(workflow="math_workflow", workflow_args={"stile": "tags"}))
+        recipes.find(task(workflow="math_workflow", workflow_args={"stile": "tags"}))
     with pytest.raises(ConfigError, match="Did you mean simple_workflow"):
-        recipes.of(task(workflow="simpel_workflow"))
+        recipes.find(task(workflow="simpel_workflow"))
 
 
 def test_a_workflow_that_cannot_be_made_is_refused_before_a_run():
@@ -416,10 +422,10 @@ def test_a_workflow_that_cannot_be_made_is_refused_before_a_run():
         match=r"sums\.workflow_args: .*test_wants' cannot be called .*missing a required argument: "
         r"'instru",
     ):
-        Recipes().of(task(workflow="test_wants"))
-    Recipes().of(task(workflow="test_wants", workflow_args={"instruction": "x"}))
+        Recipes().find(task(workflow="test_wants"))
+    Recipes().find(task(workflow="test_wants", workflow_args={"instruction": "x"}))
     with pytest.raises(ConfigError, match="got an unexpected keyword argument 'size'"):
-        Recipes().of(task(workflow="test_takes_none"))
+        Recipes().find(task(workflow="test_takes_none"))
 
 
 async def test_shipped_workflows():
@@ -496,7 +502,7 @@ async def test_a_call_whose_log_probs_no_trainer_can_compute_fails_its_run_alone
         "an evaluation, or a loss that reads no log-probs"
     )
     rejecting = [
-        r.status for r in (await play(answers, asked, limits=RunLimits(20.0, drawn=True))).rows
+        r.status for r in (await play(answers, asked, limits=RunLimits(20.0, sampled=True))).rows
     ]
     assert rejecting[1] == ("failed" if overrides.get("temperature") == 0 else "complete"), (
         "a correction knows no greedy tokens"

@@ -617,7 +617,7 @@ def test_mcp_servers_that_are_not_there_are_named_before_anything_runs(folder: P
             workflow_args={"mcp_config_path": str(folder / name)},
         )
         with pytest.raises(ConfigError) as e:
-            Recipes().of(of)
+            Recipes().find(of)
         return str(e.value)
 
     assert "cannot be read" in told(None, "nowhere.json") and "it must be" in told(
@@ -636,6 +636,7 @@ def test_a_row_has_the_tools_that_the_model_was_told_of() -> None:
     assert plain.tools == ()
 
 
+@pytest.mark.extra("sandbox")
 def test_a_program_may_not_take_longer_than_the_call_of_its_tool() -> None:
     with pytest.raises(ConfigError, match=r"python_timeout 60 must be less than tool_timeout 30"):
         run_workflow(
@@ -671,6 +672,6 @@ def test_tools_that_are_not_there_are_told_before_a_run(
     }
     load_all()
     with pytest.raises(ConfigError, match=says):
-        Recipes().of(
+        Recipes().find(
             Task(taskset="t", index=0, prompt="x", workflow="tool_workflow", workflow_args=given)
         )

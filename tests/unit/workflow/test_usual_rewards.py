@@ -29,7 +29,7 @@ def plugins() -> Iterator[None]:
 
 def reward_of(workflow: str, **fields: object) -> object:
     task = Task(taskset="t", index=0, prompt="1+1?", truth="2", workflow=workflow, **fields)  # type: ignore[arg-type]
-    return Recipes().of(task).reward
+    return Recipes().find(task).reward
 
 
 def test_every_usual_reward_is_one() -> None:
@@ -81,6 +81,6 @@ async def test_an_environment_that_rewards_no_step_is_scored_by_it() -> None:
     limits = RunLimits(max_timeout_s=20)
     assert (
         await run_group(
-            task, Recipes().of(task), ScriptedModel("2"), GroupId(1, 0, 0, 0), limits=limits
+            task, Recipes().find(task), ScriptedModel("2"), GroupId(1, 0, 0, 0), limits=limits
         )
     ).rewards == [1.0]

@@ -99,12 +99,8 @@ def __getattr__(name: str) -> Any:
     if name in REFUSED:
         raise AttributeError(f"{name} of Trinity-RFT is not kept: {REFUSED[name]}")
     if name not in _HOME:
-        raise AttributeError(
-            f"rft.extras.migrate.compat has no {name}; it has {', '.join(sorted(_HOME))}"
-        )
-    return getattr(
-        importlib.import_module(f"rft.extras.migrate.compat.{_HOME[name]}"), CLASSES.get(name, name)
-    )
+        raise AttributeError(f"{__name__} has no {name}; it has {', '.join(sorted(_HOME))}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), CLASSES.get(name, name))
 
 
 def __dir__() -> list[str]:

@@ -24,17 +24,17 @@ def describe(name: str) -> list[Description]:
 
     Raises ConfigError naming the nearest key, or what to do about a key that is not offered.
     """
-    asked = name.strip().removeprefix("--")
-    if said := described(asked):
-        return [_named(said)]
-    if (row := native(asked)) is not None:
-        return _of_verl(row, asked)
-    ours = own(trinity().get(listed(asked), ""))
-    if ours is not None and (said := described(ours)):
-        return [replace(_named(said), asked=asked)]
-    if found := _ending_in(asked):
-        return found
-    raise unknown(asked)
+    key = name.strip().removeprefix("--")
+    if description := described(key):
+        return [_named(description)]
+    if (row := native(key)) is not None:
+        return _of_verl(row, key)
+    ours = own(trinity().get(listed(key), ""))
+    if ours is not None and (description := described(ours)):
+        return [replace(_named(description), asked=key)]
+    if descriptions := _ending_in(key):
+        return descriptions
+    raise unknown(key)
 
 
 def _ending_in(last: str) -> list[Description]:
@@ -42,61 +42,63 @@ def _ending_in(last: str) -> list[Description]:
     once.
     """
     names = [*all_keys(), *(path for path in (*by_path(), *trinity()) if own(path) is None)]
-    found = [
-        said
+    descriptions = [
+        description
         for name in names
         if name != last and name.rpartition(".")[2] == last
-        for said in describe(name)
+        for description in describe(name)
     ]
     once: dict[str, Description] = {}
-    for said in found:
-        once.setdefault(said.key if said.key != "none" else said.asked, said)
+    for description in descriptions:
+        once.setdefault(
+            description.key if description.key != "none" else description.asked, description
+        )
     # the policy's before a critic's
-    return sorted(once.values(), key=lambda said: (said.key == "none", said.key.count(".")))
+    return sorted(once.values(), key=lambda d: (d.key == "none", d.key.count(".")))
 
 
-def _named(said: Description) -> Description:
+def _named(description: Description) -> Description:
     """With the names of the related tools; an evaluation taskset shares the training taskset's."""
-    key = listed(said.key)
-    plain = re.sub(
+    key = listed(description.key)
+    train_key = re.sub(
         r"^(buffer\.explorer_input\.)(taskset|eval_tasksets\[\])(?=\.)", r"\1tasksets[]", key
     )
-    rows = by_target().get(key) or by_target().get(plain, ())
-    theirs = [name for name, ours in trinity().items() if ours == plain]
+    rows = by_target().get(key) or by_target().get(train_key, ())
+    theirs = [name for name, ours in trinity().items() if ours == train_key]
     argument = re.fullmatch(r"(.+_args)\.\w+", key)
     # of a part, workflow or reward
     if argument and (above := own(argument[1])) and own(key) is None:
         trinity_name = above
     else:
-        trinity_name = "the same" if plain in theirs else ", ".join(theirs) or "none"
-    return replace(said, verl=tuple(row.name for row in rows), trinity=trinity_name)
+        trinity_name = "the same" if train_key in theirs else ", ".join(theirs) or "none"
+    return replace(description, verl=tuple(row.name for row in rows), trinity=trinity_name)
 
 
-def _of_verl(row: Row, asked: str) -> list[Description]:
-    found = []
+def _of_verl(row: Row, name: str) -> list[Description]:
+    descriptions = []
     for target in row.targets:
-        said = described(target)
-        if said is not None:
-            said = _named(said)
+        description = described(target)
+        if description is not None:
+            description = _named(description)
         else:
             kind = "metric" if row.section == 21 else "command-line option"
-            said = Description(
+            description = Description(
                 key=target, meaning=f"a {kind}", type=kind, default="", verl=(row.name,)
             )
-        found.append(replace(said, asked=asked, note=row.note))
-    if not found:
+        descriptions.append(replace(description, asked=name, note=row.note))
+    if not descriptions:
         words = {
             "derived": "follows from other keys",
             "n/a": "is not taken over",
             "refused": "is not offered",
         }
         meaning = f"{words[row.kind]}: {row.note}"
-        found = [
+        descriptions = [
             Description(
-                key="none", asked=asked, meaning=meaning, type="", default="", verl=(row.name,)
+                key="none", asked=name, meaning=meaning, type="", default="", verl=(row.name,)
             )
         ]
-    return found
+    return descriptions
 
 
 @cache
@@ -109,7 +111,7 @@ def trinity() -> dict[str, str]:
         .joinpath("data/trinity_keys.txt")
         .read_text(encoding="utf-8")
     )
-    found: dict[str, str] = {}
+    keys: dict[str, str] = {}
     for line in text.splitlines():
         if line.startswith("#") or not line:
             continue
@@ -117,9 +119,9 @@ def trinity() -> dict[str, str]:
         for name in names.split():
             theirs, _, ours = name.partition("=")
             path = f"{section}.{theirs}" if section else theirs
-            found[path] = ours or path
+            keys[path] = ours or path
             parents = path.split(".")
             for end in range(1, len(parents)):
                 above = ".".join(parents[:end]).removesuffix("[]")
-                found.setdefault(above, above)
-    return found
+                keys.setdefault(above, above)
+    return keys

@@ -149,16 +149,16 @@ def of(turns: list[Turn]) -> TrinityExperience:
     """The sequence of one call, or of several that go on from each other."""
     first = turns[0].completion
     last = turns[-1].completion
-    whole = np.concatenate([last.prompt_tokens, last.tokens])
+    tokens_ = np.concatenate([last.prompt_tokens, last.tokens])
     start = len(first.prompt_tokens)
-    mask = np.zeros(len(whole), np.bool_)
-    logprobs = np.zeros(len(whole), np.float32)
+    mask = np.zeros(len(tokens_), np.bool_)
+    logprobs = np.zeros(len(tokens_), np.float32)
     for turn in turns:
         c = turn.completion
         at = slice(len(c.prompt_tokens), len(c.prompt_tokens) + len(c.tokens))
         mask[at], logprobs[at] = True, c.logprobs
     return TrinityExperience(
-        tokens=torch.from_numpy(whole.astype(np.int32)),
+        tokens=torch.from_numpy(tokens_.astype(np.int32)),
         prompt_length=start,
         logprobs=torch.from_numpy(logprobs[start:]),
         action_mask=torch.from_numpy(mask[start:]) if len(turns) > 1 else None,
@@ -177,10 +177,10 @@ def group_by(
     keys = {"task": "tid", "run": "rid", "step": "sid"}
     if id_type not in keys:
         raise ValueError(f"id_type {id_type!r}: use {', '.join(keys)}")
-    found: dict[str, list[TrinityExperience]] = {}
+    groups: dict[str, list[TrinityExperience]] = {}
     for x in experiences:
-        found.setdefault(getattr(x.eid, keys[id_type]), []).append(x)
-    return found
+        groups.setdefault(getattr(x.eid, keys[id_type]), []).append(x)
+    return groups
 
 
 def plain(info: dict[str, Any]) -> dict[str, Any]:

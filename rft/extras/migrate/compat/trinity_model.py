@@ -62,9 +62,11 @@ class ModelWrapper:
         self._address: tuple[str, str] | None = None
 
     def __getattr__(self, name: str) -> Any:
-        why = _NOT_KEPT.get(name)
+        reason = _NOT_KEPT.get(name)
         raise AttributeError(
-            f"ModelWrapper.{name} is not kept: {why}" if why else f"ModelWrapper has no {name!r}"
+            f"ModelWrapper.{name} is not kept: {reason}"
+            if reason
+            else f"ModelWrapper has no {name!r}"
         )
 
     # ------------------------------------------------------------ answers
@@ -135,10 +137,10 @@ class ModelWrapper:
         """
         self._policy_only("extract_experience_from_history")
         self._history += self._home.collect()
-        found = [experience.of([t]) for t in self._history]
+        experiences = [experience.of([t]) for t in self._history]
         if clear_history:
             self._history = []
-        return found
+        return experiences
 
     @property
     def history(self) -> list[TrinityExperience]:
@@ -228,14 +230,14 @@ class ModelWrapper:
         self, prompts: Sequence[str], kwargs: dict[str, Any]
     ) -> list[TrinityExperience]:
         n, overrides = _split(kwargs)
-        asked = [
+        requests = [
             ({"role": "user", "content": p},)
             for p in ([prompts] if isinstance(prompts, str) else prompts)
         ]
-        found = await asyncio.gather(
-            *(self._ask(m, n, overrides, tools=(), chat_template=_PLAIN) for m in asked)
+        completions = await asyncio.gather(
+            *(self._ask(m, n, overrides, tools=(), chat_template=_PLAIN) for m in requests)
         )
-        return [x for some in found for x in some]
+        return [x for some in completions for x in some]
 
     async def _ask(
         self, messages: tuple[dict[str, Any], ...], n: int, overrides: dict[str, Any], **how: Any
@@ -267,7 +269,7 @@ class ModelWrapper:
     async def _logprobs(self, tokens: Sequence[int], temperature: float | None) -> torch.Tensor:
         scale = self._home.task.sampling.temperature if temperature is None else temperature
         row = ScoreRow(tokens=np.asarray(tokens, np.int32), prompt_length=1, temperature=scale)
-        return torch.from_numpy(await self._model.logprobs(row))
+        return torch.from_numpy((await self._model.score(row)).logprobs.copy())
 
     async def _count(self, messages: list[dict[str, Any]]) -> int:
         try:
@@ -320,7 +322,7 @@ def _chain(messages: Sequence[dict[str, Any]], turns: Sequence[Turn]) -> list[Tu
     for n in range(first, len(messages)):
         if messages[n].get("role") != "assistant":
             continue
-        found = next(
+        turn_match = next(
             (
                 t
                 for t in reversed(turns)
@@ -328,28 +330,28 @@ def _chain(messages: Sequence[dict[str, Any]], turns: Sequence[Turn]) -> list[Tu
             ),
             None,
         )
-        if found is None:
+        if turn_match is None:
             raise ValueError(
                 f"message {n} is not what the policy wrote in this run after the messages before "
                 f"it; training would be on tokens that "
                 "were never sampled.  Pass answers on as they are, and keep earlier messages "
                 "unchanged"
             )
-        chain.append(found)
+        chain.append(turn_match)
     return chain
 
 
 def _wrote(turn: Turn, messages: Sequence[dict[str, Any]], n: int) -> bool:
-    said = messages[n]
-    same = said.get("role") == "assistant" and said.get("content") == turn.completion.text
+    message = messages[n]
+    same = message.get("role") == "assistant" and message.get("content") == turn.completion.text
     return same and len(turn.messages) == n and turn.messages == tuple(messages[:n])
 
 
 def _goes_on(turn: Turn, before: Turn) -> bool:
     c = turn.completion.prompt_tokens
     old = before.completion
-    whole = np.concatenate([old.prompt_tokens, old.tokens])
-    return len(c) >= len(whole) and np.array_equal(c[: len(whole)], whole)
+    sequence = np.concatenate([old.prompt_tokens, old.tokens])
+    return len(c) >= len(sequence) and np.array_equal(c[: len(sequence)], sequence)
 
 
 def _openai() -> Any:

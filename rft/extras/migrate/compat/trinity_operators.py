@@ -30,8 +30,8 @@ class _Base:
     @classmethod
     def __rft_adapt__(cls) -> type:
         adapt: Any = _as_ours
-        found: type = adapt(cls)
-        return found
+        adapted: type = adapt(cls)
+        return adapted
 
     @property
     def auxiliary_models(self) -> Any:
@@ -90,16 +90,16 @@ def _as_ours(cls: Any) -> type:
         async def process(self, rows: Sequence[ours.Experience], group: GroupView) -> Result:
             return _back(cls, rows, given := _theirs(rows), await self._op.process(list(given)))
 
-    made = AwaitedOperator if inspect.iscoroutinefunction(cls.process) else AdaptedOperator
-    made.__name__ = cls.__name__
-    return made
+    operator = AwaitedOperator if inspect.iscoroutinefunction(cls.process) else AdaptedOperator
+    operator.__name__ = cls.__name__
+    return operator
 
 
 def _theirs(rows: Sequence[ours.Experience]) -> list[TrinityExperience]:
-    made = []
+    adapted = []
     for row in rows:
         start = max(1, int(row.loss_mask.argmax()))
-        made.append(
+        adapted.append(
             TrinityExperience(
                 eid=EID(row.id.batch, row.id.task, row.id.run, row.id.step, str(row.id)),
                 tokens=torch.from_numpy(row.tokens.copy()),
@@ -118,15 +118,15 @@ def _theirs(rows: Sequence[ours.Experience]) -> list[TrinityExperience]:
                 messages=list(row.messages),
             )
         )
-    return made
+    return adapted
 
 
 def _back(
-    cls: Any, rows: Sequence[ours.Experience], given: Sequence[TrinityExperience], result: Any
+    cls: Any, rows: Sequence[ours.Experience], before: Sequence[TrinityExperience], result: Any
 ) -> Result:
     if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(f"{cls.__name__}.process must return (experiences, metrics)")
-    by_id = {id(x): row for x, row in zip(given, rows, strict=True)}
+    by_id = {id(x): row for x, row in zip(before, rows, strict=True)}
     back = []
     for x in result[0]:
         if id(x) not in by_id:

@@ -22,7 +22,8 @@ from rft.extras.migrate.compat.trinity_experience import TrinityExperience, plai
 from rft.extras.migrate.compat.trinity_home import HOME, Home
 from rft.extras.migrate.compat.trinity_model import ModelWrapper
 from rft.extras.migrate.compat.trinity_registry import stands_for
-from rft.types.completion import Score, Transcript, Turn
+from rft.types.completion import Score, TokenScores, Transcript, Turn
+from rft.types.ids import FIXED
 from rft.types.task import Task
 from rft.worker.threads import in_thread
 from rft.workflow.base import RunContext
@@ -55,9 +56,9 @@ def adapter(cls: Any) -> type:
         async def run_group(self, task: Task, contexts: Sequence[RunContext]) -> list[Transcript]:
             return await play(cls, task, contexts)
 
-    made: Any = Grouped if cls.can_repeat else Single
-    made.__name__ = made.__qualname__ = cls.__name__
-    return stands_for(made, cls)
+    workflow: Any = Grouped if cls.can_repeat else Single
+    workflow.__name__ = workflow.__qualname__ = cls.__name__
+    return stands_for(workflow, cls)
 
 
 async def play(cls: Any, task: Task, contexts: Sequence[RunContext]) -> list[Transcript]:
@@ -66,9 +67,9 @@ async def play(cls: Any, task: Task, contexts: Sequence[RunContext]) -> list[Tra
 
     def work() -> list[Transcript]:
         HOME.set(home)
-        found = _run(cls, home)
+        result = _run(cls, home)
         home.collect()
-        return _transcripts(cls, found, home)
+        return _transcripts(cls, result, home)
 
     try:
         return await in_thread(work, f"workflow {cls.__name__}")
@@ -80,20 +81,22 @@ def _run(cls: Any, home: Home) -> Any:
     """In the run's own thread.  What is async has an event loop of its own there."""
     task = home.task
     model = ModelWrapper(home)
-    others = [ModelWrapper(home, name) for name in home.contexts[0].models]
-    given = tasks.of(task, cls, rewards.as_theirs(task.reward) if task.reward is not None else None)
+    auxiliary = [ModelWrapper(home, name) for name in home.contexts[0].models]
+    theirs_task = tasks.of(
+        task, cls, rewards.as_theirs(task.reward) if task.reward is not None else None
+    )
 
     def make() -> Any:
-        made = given.to_workflow(model, others or None)
+        instance = theirs_task.to_workflow(model, auxiliary or None)
         if cls.can_repeat:
-            made.set_repeat_times(len(home.contexts), 0)
-        return made
+            instance.set_repeat_times(len(home.contexts), 0)
+        return instance
 
     async def within() -> Any:
         try:
             return await make().run_async()
         finally:
-            for m in (model, *others):
+            for m in (model, *auxiliary):
                 await m.close()
 
     if cls.is_async:
@@ -101,44 +104,44 @@ def _run(cls: Any, home: Home) -> Any:
     try:
         return make().run()
     finally:
-        for m in (model, *others):
+        for m in (model, *auxiliary):
             asyncio.run(m.close())
 
 
-def _transcripts(cls: Any, found: Any, home: Home) -> list[Transcript]:
+def _transcripts(cls: Any, result: Any, home: Home) -> list[Transcript]:
     name = cls.__name__
-    if not isinstance(found, list | tuple) or not all(
-        isinstance(x, TrinityExperience) for x in found
+    if not isinstance(result, list | tuple) or not all(
+        isinstance(x, TrinityExperience) for x in result
     ):
         raise CompatError(
-            f"workflow {name} returned {type(found).__name__}; it must return a list of "
+            f"workflow {name} returned {type(result).__name__}; it must return a list of "
             f"rft.extras.migrate.compat.Experience"
         )
-    if not found:
+    if not result:
         raise CompatError(f"workflow {name} returned no experience")
     runs: list[list[TrinityExperience]] = [[] for _ in home.contexts]
-    if len(found) == len(runs) and not any(x.eid.run for x in found):
-        for i, x in enumerate(found):  # the workflow left the numbers out
+    if len(result) == len(runs) and not any(x.eid.run for x in result):
+        for i, x in enumerate(result):  # the workflow left the numbers out
             x.eid.run = i
-    for x in found:
+    for x in result:
         run = x.eid.run if len(runs) > 1 else 0
         if not 0 <= run < len(runs):
             raise CompatError(
                 f"workflow {name}: eid.run {run}; this task has runs 0 to {len(runs) - 1}"
             )
         runs[run].append(x)
-    if len(kinds := dict.fromkeys(x.eid.task for x in found)) > 1:
+    if len(kinds := dict.fromkeys(x.eid.task for x in result)) > 1:
         raise CompatError(
             f"workflow {name}: experiences of {len(kinds)} tasks ({', '.join(map(str, kinds))}), "
             f"which would be compared with each other; "
             "all runs of a task are one group here, so let a task's runs all do the same, as "
             "math_trainable_ruler_workflow does"
         )
-    left = list(home.turns)
+    unmatched = list(home.turns)
     return [
         _untrained(name, xs, ctx)
         if xs and not any(x.action_mask.any() for x in xs)
-        else _transcript(name, _in_order(xs), left, steps=cls.scores_steps)
+        else _transcript(name, _in_order(xs), unmatched, steps=cls.scores_steps)
         for xs, ctx in zip(runs, home.contexts, strict=True)
     ]
 
@@ -166,14 +169,14 @@ def _untrained(name: str, experiences: Sequence[TrinityExperience], ctx: RunCont
 
 
 def _transcript(
-    name: str, experiences: Sequence[TrinityExperience], left: list[Turn], *, steps: bool
+    name: str, experiences: Sequence[TrinityExperience], unmatched: list[Turn], *, steps: bool
 ) -> Transcript:
     """The calls of one run's experiences; those that became none are left out.  `left`: calls that
     have no experience yet.
 
     One reward on all experiences is that of the run, unless the workflow rewards `steps`.
     """
-    chains = [_scored(x, _calls(name, x, left)) for x in experiences]
+    chains = [_scored(x, _calls(name, x, unmatched)) for x in experiences]
     turns = tuple(t for chain in chains for t in chain)
     several = len(chains) > 1
     shared = not several or (not steps and len({x.reward for x in experiences}) == 1)
@@ -196,7 +199,7 @@ def _transcript(
     )
 
 
-def _calls(name: str, x: TrinityExperience, left: list[Turn]) -> list[Turn]:
+def _calls(name: str, x: TrinityExperience, unmatched: list[Turn]) -> list[Turn]:
     """The recorded calls whose tokens `x` consists of, in order."""
     tokens = x.tokens.numpy()
 
@@ -204,7 +207,9 @@ def _calls(name: str, x: TrinityExperience, left: list[Turn]) -> list[Turn]:
         return len(turn.completion.prompt_tokens) + len(turn.completion.tokens)
 
     fitting = [
-        t for t in left if len(t.completion.prompt_tokens) >= x.prompt_length and _begins(t, tokens)
+        t
+        for t in unmatched
+        if len(t.completion.prompt_tokens) >= x.prompt_length and _begins(t, tokens)
     ]
     chain: list[Turn] = []
     for t in sorted(fitting, key=whole, reverse=True):
@@ -222,35 +227,38 @@ def _calls(name: str, x: TrinityExperience, left: list[Turn]) -> list[Turn]:
             "gave, tokens unchanged; to imitate "
             "texts from elsewhere use mode: train, or algorithm_type: mix"
         )
-    left[:] = [t for t in left if not any(t is taken for taken in chain)]
+    unmatched[:] = [t for t in unmatched if not any(t is taken for taken in chain)]
     return chain
 
 
 def _begins(turn: Turn, tokens: np.ndarray) -> bool:
     c = turn.completion
-    whole = np.concatenate([c.prompt_tokens, c.tokens])
-    return len(whole) <= len(tokens) and np.array_equal(tokens[: len(whole)], whole)
+    sequence = np.concatenate([c.prompt_tokens, c.tokens])
+    return len(sequence) <= len(tokens) and np.array_equal(tokens[: len(sequence)], sequence)
 
 
 def _scored(x: TrinityExperience, turns: list[Turn]) -> list[Turn]:
     """The calls with the experience's reward, info, mask and teacher."""
-    made = []
+    experiences = []
     for i, turn in enumerate(turns):
         at = len(turn.completion.prompt_tokens) - x.prompt_length
         here = slice(at, at + len(turn.completion.tokens))
         mask = x.action_mask.numpy()[here]
-        teacher = None if x.teacher_logprobs is None else x.teacher_logprobs.numpy()[here]
+        teacher = None
+        if x.teacher_logprobs is not None:
+            scored = x.teacher_logprobs.numpy()[here]
+            teacher = TokenScores(logprobs=scored, version=FIXED)
         last = i == len(turns) - 1
-        made.append(
+        experiences.append(
             msgspec.structs.replace(
                 turn,
                 mask=None if mask.all() else mask,
-                teacher_logprobs=teacher,
+                teacher=teacher,
                 score=_score(x) if last and x.reward is not None else None,
                 info=plain(x.info) if last else {},
             )
         )
-    return made
+    return experiences
 
 
 def _score(x: TrinityExperience) -> Score:

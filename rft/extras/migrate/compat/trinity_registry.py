@@ -89,11 +89,11 @@ class TrinityRegistry:
     def _check(self, obj: Any) -> None:
         name = getattr(obj, "__name__", repr(obj))
         if self.kind in _PARAMETERS:
-            wanted, how = _PARAMETERS[self.kind]
+            parameters, how = _PARAMETERS[self.kind]
             if (
                 inspect.isclass(obj)
                 or not callable(obj)
-                or tuple(inspect.signature(obj).parameters)[:2] != wanted
+                or tuple(inspect.signature(obj).parameters)[:2] != parameters
             ):
                 raise PluginError(
                     f"{self.name}: {name} has Trinity-RFT's shape, which sees one batch on one "
@@ -137,19 +137,19 @@ def get_logger(
     name: str | None = None, level: int | str | None = None, in_ray_actor: bool = False
 ) -> logging.Logger:
     """A logger of the standard library; where its lines go is the configuration's business."""
-    found = logging.getLogger(name or "rft.extras.migrate.compat")
+    logger = logging.getLogger(name or "rft.extras.migrate.compat")
     if level is not None:
-        found.setLevel(level)
-    return found
+        logger.setLevel(level)
+    return logger
 
 
 def Deprecated(cls: T) -> T:
     """Marks a class as outdated: making one warns."""
-    made: Any = cls.__init__  # type: ignore[misc]
+    initializer: Any = cls.__init__  # type: ignore[misc]
 
     def init(self: object, *args: object, **kwargs: object) -> None:
         warnings.warn(f"{type(self).__name__} is deprecated", DeprecationWarning, stacklevel=2)
-        made(self, *args, **kwargs)
+        initializer(self, *args, **kwargs)
 
     cls.__init__ = init  # type: ignore[misc]
     return cls

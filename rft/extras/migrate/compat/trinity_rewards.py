@@ -63,9 +63,10 @@ def _as_ours(cls: type[RewardFn]) -> type:
                 "prompt": task.prompt,
                 "response_token": last.tokens,
             }
-            given = {k: v for k, v in values.items() if self._any or k in self._takes}
+            arguments = {k: v for k, v in values.items() if self._any or k in self._takes}
             return parts(
-                await in_thread(lambda: self._fn(**given), f"reward {cls.__name__}"), cls.__name__
+                await in_thread(lambda: self._fn(**arguments), f"reward {cls.__name__}"),
+                cls.__name__,
             )
 
     AdaptedReward.__name__ = AdaptedReward.__qualname__ = cls.__name__
@@ -86,9 +87,9 @@ def parts(result: Any, name: str) -> dict[str, float]:
 def as_theirs(name: str) -> type[RewardFn]:
     """A RewardFn class that asks our reward `name`.  Theirs are given back as they are."""
     if ":" in name or name in REGISTRY.names("reward"):
-        found = original(REGISTRY.get("reward", name).obj)
-        if isinstance(found, type) and issubclass(found, RewardFn):
-            return found
+        theirs = original(REGISTRY.get("reward", name).obj)
+        if isinstance(theirs, type) and issubclass(theirs, RewardFn):
+            return theirs
     return type(name, (_Ours,), {"name": name})
 
 
@@ -121,10 +122,12 @@ class _Ours(RewardFn):
             workflow="",
         )
         await self._reward.prepare(running.contexts[0].models if running is not None else {})
-        found: Score = await score(self._reward, task, make_transcript(response, tokens))
-        if found.value is None:
-            raise ValueError(f"reward {self.name}: not scored: {found.reason or 'no reason given'}")
-        return dict(found.parts) or {"score": found.value}
+        score_: Score = await score(self._reward, task, make_transcript(response, tokens))
+        if score_.value is None:
+            raise ValueError(
+                f"reward {self.name}: not scored: {score_.reason or 'no reason given'}"
+            )
+        return dict(score_.parts) or {"score": score_.value}
 
 
 def make_transcript(text: str, tokens: Any = None) -> Transcript:
@@ -156,10 +159,10 @@ class MathBoxedRewardFn(_Ours):
         format_score_coef: float | None = 0.1,
         **kwargs: Any,
     ) -> dict[str, float]:
-        given = dict(zip(("response", "truth"), args, strict=False)) | kwargs
-        thought = not with_think or validate_think_pattern(str(given.get("response", "")))
+        named = dict(zip(("response", "truth"), args, strict=False)) | kwargs
+        thought = not with_think or validate_think_pattern(str(named.get("response", "")))
         format_score = 0.0 if thought else -(format_score_coef or 0.1)
-        return {**super().__call__(**given), "format_score": format_score}
+        return {**super().__call__(**named), "format_score": format_score}
 
 
 class AccuracyReward(_Ours):

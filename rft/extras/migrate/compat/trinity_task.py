@@ -107,9 +107,9 @@ def of(task: ours.Task, workflow: type, reward_fn: Any) -> TrinityTask:
 def _column(row: dict[str, Any], value: Any, name: str) -> str:
     if value is None:
         return name
-    found = next(
+    match = next(
         (k for k, v in row.items() if v is value or (type(v) is type(value) and v == value)), None
     )
-    if found is None:
+    if match is None:
         row[name] = value
-    return found or name
+    return match or name

@@ -66,8 +66,8 @@ class TrinityWorkflow:
     @classmethod
     def __rft_adapt__(cls) -> type:
         adapt: Any = play.adapter
-        found: type = adapt(cls)
-        return found
+        adapted: type = adapt(cls)
+        return adapted
 
     @property
     def resettable(self) -> bool:
@@ -112,12 +112,14 @@ class TrinityMultiTurnWorkflow(TrinityWorkflow):
         """One sequence with the tokens of the calls themselves.  Truncated: its reward is 0.
         Numbers of `info` are metrics too.
         """
-        made = self.model.convert_messages_to_experience(messages)
-        made.reward = 0.0 if made.truncate_status == "response_truncated" else reward
-        made.truncate_status = made.truncate_status or truncate_status
-        made.info |= info or {}
-        made.metrics |= {k: float(v) for k, v in (info or {}).items() if isinstance(v, int | float)}
-        return made
+        experiences = self.model.convert_messages_to_experience(messages)
+        experiences.reward = 0.0 if experiences.truncate_status == "response_truncated" else reward
+        experiences.truncate_status = experiences.truncate_status or truncate_status
+        experiences.info |= info or {}
+        experiences.metrics |= {
+            k: float(v) for k, v in (info or {}).items() if isinstance(v, int | float)
+        }
+        return experiences
 
     async def process_messages_to_experience_async(
         self, *args: Any, **kwargs: Any

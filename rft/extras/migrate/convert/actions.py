@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rft.extras.migrate.convert.draft import EVAL, TRAIN, ArgumentOutcome, Draft
 from rft.extras.migrate.convert.names import (
     ACTOR,
+    CLIPPED,
     DTYPES,
     ENGINE,
     ESTIMATORS,
@@ -19,13 +20,13 @@ from rft.extras.migrate.convert.names import (
     MODEL,
     NO_LORA,
     OPTIM,
-    PASSED,
     ROLLOUT,
     TRACKERS,
     estimator_name,
 )
 from rft.extras.migrate.convert.rule import (
     Rule,
+    always,
     among,
     below,
     choice,
@@ -38,7 +39,7 @@ from rft.extras.migrate.convert.rule import (
     via,
     write,
 )
-from rft.extras.migrate.convert.sizes import colocated, has_critic, micro_batch, verl_ranks
+from rft.extras.migrate.convert.sizes import has_critic, micro_batch, verl_ranks
 
 if TYPE_CHECKING:
     from rft.extras.migrate.convert.launch import Argument
@@ -87,27 +88,8 @@ def kl_arg(target: str, on: str, adaptive: bool = False) -> Rule:
     return switch(on, f"{on} is off", written)
 
 
-@rule("trainer.trainer_strategy")
-def strategy(d: Draft, a: Argument) -> ArgumentOutcome:
-    if a.value in ("fsdp", "fsdp2"):
-        if a.value == "fsdp":
-            d.warn(
-                f"{a.key}: fsdp becomes fsdp2, which shards per parameter; the same sums in "
-                f"another order"
-            )
-        d.put("trainer.trainer_strategy", "fsdp2", a.key)
-        return ArgumentOutcome(
-            "mapped",
-            "FSDP2 in place of FSDP" if a.value == "fsdp" else "",
-            ("trainer.trainer_strategy",),
-        )
-    return ArgumentOutcome("refused", f"{a.value} is not offered: use fsdp2")
-
-
-same_strategy = among(
-    ("fsdp", "fsdp2"),
-    derived("all models are trained with trainer.trainer_strategy", "trainer.trainer_strategy"),
-    "{} is not offered: use fsdp2",
+strategy = among(
+    ("fsdp", "fsdp2"), always("the one trainer is FSDP2"), "{} is not offered: use fsdp2"
 )
 
 
@@ -121,10 +103,6 @@ def micro(role: str, key: str, target: str) -> Rule:
             micro_batch(d, role)
             if key.endswith("ppo_micro_batch_size_per_gpu")
             else max(1, d.whole(a.key) // verl_ranks(d))
-        )
-        d.warn(
-            f"{a.key} is deprecated in veRL; {a.value} over {verl_ranks(d)} GPUs became {size} per "
-            f"GPU"
         )
         return write(d, a, (target,), size, f"{a.value} / {verl_ranks(d)} GPUs; deprecated in veRL")
 
@@ -182,6 +160,13 @@ def alike(
     return Rule(act, (target,))
 
 
+@rule(*(f"{sets}[i].storage_type" for sets in (TRAIN, EVAL)))
+def reader(d: Draft, a: Argument) -> ArgumentOutcome:
+    """One name of a class that reads rows."""
+    targets = tuple(f"{sets}[i].storage_type" for sets in (TRAIN, EVAL))
+    return write(d, a, targets, ":".join(d.text(f"data.custom_cls.{n}") for n in ("path", "name")))
+
+
 @rule("model.prompt_truncation_side")
 def truncation(d: Draft, a: Argument) -> ArgumentOutcome:
     if a.value == "error":
@@ -209,13 +194,13 @@ def filter_prompts(d: Draft, a: Argument) -> ArgumentOutcome:
 
 @rule("model.trust_remote_code")
 def trust(d: Draft, a: Argument) -> ArgumentOutcome:
-    wanted = any(d.flag(k) for k in ("data.trust_remote_code", f"{MODEL}.trust_remote_code"))
+    trusted = any(d.flag(k) for k in ("data.trust_remote_code", f"{MODEL}.trust_remote_code"))
     return write(
         d,
         a,
         ("model.trust_remote_code",),
-        wanted,
-        "for model and tokenizer alike" if wanted else "",
+        trusted,
+        "for model and tokenizer alike" if trusted else "",
     )
 
 
@@ -230,19 +215,7 @@ def path(*targets: str) -> Rule:
     return Rule(act, targets)
 
 
-@rule("mode")
-def hybrid(d: Draft, a: Argument) -> ArgumentOutcome:
-    if colocated(d):
-        return ArgumentOutcome(
-            "derived", "engines and trainer share their GPUs in turns", ("mode",)
-        )
-    if d.flag(a.key):
-        return ArgumentOutcome(
-            "derived",
-            "engines and trainer have their own GPUs; --set mode=colocate shares them",
-            ("mode",),
-        )
-    return ArgumentOutcome("equal", "engines and trainer have GPUs of their own", ("mode",))
+hybrid = derived("mode: colocate shares the GPUs of engines and trainer, in turns", "mode")
 
 
 @rule("trainer.fsdp_size")
@@ -263,31 +236,31 @@ def fsdp_size(d: Draft, a: Argument) -> ArgumentOutcome:
 @rule("trainer.profiler.ranks")
 def profiled_ranks(d: Draft, a: Argument) -> ArgumentOutcome:
     named = a.value if isinstance(a.value, list) else [a.value]
-    there = [r for r in named if isinstance(r, int) and r < d.trainer_ranks]
-    gone = (
+    ranks = [r for r in named if isinstance(r, int) and r < d.trainer_ranks]
+    ignored_ranks = (
         f"of {len(named)}, those of the {d.trainer_ranks} training ranks here"
-        if len(there) < len(named)
+        if len(ranks) < len(named)
         else ""
     )
-    return write(d, a, ("trainer.profiler.ranks",), there, gone)
+    return write(d, a, ("trainer.profiler.ranks",), ranks, ignored_ranks)
 
 
 @rule("algorithm.policy_loss_fn_args.clip_range_low")
 def clip(d: Draft, a: Argument) -> ArgumentOutcome:
-    there = expand(
+    targets = expand(
         d, tuple(f"algorithm.policy_loss_fn_args.clip_range_{side}" for side in ("low", "high"))
     )
     if all(d.stated(f"{a.key}_{side}") for side in ("low", "high")):
         return ArgumentOutcome(
             "ignored", "clip_ratio_low and clip_ratio_high are given and win, as in veRL"
         )
-    used = tuple(t for t in there if not d.stated(f"{a.key}_{t.rsplit('_', 1)[1]}"))
+    used = tuple(t for t in targets if not d.stated(f"{a.key}_{t.rsplit('_', 1)[1]}"))
     return ArgumentOutcome("mapped", "applied to the sides that are not given themselves", used)
 
 
 @rule("algorithm.policy_loss_fn")
 def loss_mode(d: Draft, a: Argument) -> ArgumentOutcome:
-    name = "ppo" if a.value == "vanilla" else a.value
+    name = "ppo" if a.value in CLIPPED else a.value
     if name == "ppo" and not d.exact:
         return ArgumentOutcome("equal", "the clipped PPO loss")
     return write(d, a, ("algorithm.policy_loss_fn",), name)
@@ -353,19 +326,11 @@ def model_dtype(d: Draft, a: Argument) -> ArgumentOutcome:
 
 
 def scheduler(section: str) -> Rule:
-    known = choice(
+    return choice(
         f"{section}.lr_scheduler_type",
         {"constant": "constant", "cosine": "cosine"},
         "schedules: constant, cosine",
     )
-
-    @rule(*known.targets)
-    def act(d: Draft, a: Argument) -> ArgumentOutcome:
-        if a.key.endswith("warmup_style"):
-            d.warn(f"{a.key} is the old name of lr_scheduler_type")
-        return known.act(d, a)
-
-    return act
 
 
 @rule(f"{OPTIM}.min_lr_ratio")
@@ -380,10 +345,10 @@ def min_lr(d: Draft, a: Argument) -> ArgumentOutcome:
 @rule("monitor.monitor_type")
 def logger(d: Draft, a: Argument) -> ArgumentOutcome:
     named = a.value if isinstance(a.value, list) else [a.value]
-    others = [n for n in named if n not in ("console", *TRACKERS)]
-    if others:
+    unknown = [n for n in named if n not in ("console", *TRACKERS)]
+    if unknown:
         d.warn(
-            f"{a.key}: {', '.join(map(str, others))} not offered (known: {', '.join(TRACKERS)}); "
+            f"{a.key}: {', '.join(map(str, unknown))} not offered (known: {', '.join(TRACKERS)}); "
             f"metrics.jsonl is always written"
         )
     return ArgumentOutcome(
@@ -453,7 +418,7 @@ def critic(rule: Rule) -> Rule:
 @rule("trainer.critic_warmup")
 def critic_warmup(d: Draft, a: Argument) -> ArgumentOutcome:
     if not d.exact:
-        return write(d, a, (f"{PASSED}.{a.key}",), d.whole(a.key))
+        return write(d, a, (a.key,), d.whole(a.key))
     before = max(0, d.whole(a.key) - 1)
     reason = (
         f"{before} iterations x {d.update} steps: the policy is trained from iteration {a.value} on"
@@ -485,7 +450,7 @@ def config_name(d: Draft, a: Argument) -> ArgumentOutcome:
 
 def max_samples(sets: str) -> Rule:
     """-1 means all rows.  veRL counts the rows of all files together."""
-    target = f"{sets}[i].max_samples"
+    target = f"{sets}[i].max_rows"
 
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
         count = d.whole(a.key)
@@ -495,7 +460,7 @@ def max_samples(sets: str) -> Rule:
         if files > 1:
             return ArgumentOutcome(
                 "refused",
-                f"counts rows of {files} files together; here each has max_samples of its own, by "
+                f"counts rows of {files} files together; here each has max_rows of its own, by "
                 f"--set",
             )
         return write(

@@ -20,6 +20,7 @@ from rft.extras.migrate.convert.names import (
     ROLLOUT,
     aggregates,
     estimator_name,
+    loss_reads,
     policy_loss,
 )
 from rft.extras.migrate.convert.sizes import has_critic, is_async, micro_batch
@@ -65,7 +66,11 @@ DEFAULTS: tuple[Default, ...] = (
         lambda d: estimator_name(d).startswith("grpo"),
     ),
     ("algorithm.policy_loss_fn", ("ppo",), _vanilla),
-    ("algorithm.policy_loss_fn_args.clip_ratio_c", f"{ACTOR}.clip_ratio_c", _vanilla),
+    (
+        "algorithm.policy_loss_fn_args.clip_ratio_c",
+        f"{ACTOR}.clip_ratio_c",
+        lambda d: loss_reads(d, "clip_ratio_c"),
+    ),
     ("algorithm.policy_loss_fn_args.ppo_kl_coef", (0.1,), lambda d: policy_loss(d) == "kl_cov"),
     ("algorithm.entropy_loss_fn", ("default",), any_run),
     ("algorithm.entropy_loss_fn_args.entropy_coef", f"{ACTOR}.entropy_coeff", any_run),
@@ -110,7 +115,6 @@ DEFAULTS: tuple[Default, ...] = (
         (f"{ENGINE}.{n}", f"{ROLLOUT}.{n}", any_run)
         for n in ("gpu_memory_utilization", "max_num_batched_tokens")
     ),
-    ("trainer.trainer_strategy", ("fsdp2",), any_run),
     ("trainer.max_checkpoints_to_keep", (0,), any_run),
     ("trainer.grad_clip", f"{ACTOR}.grad_clip", any_run),
     ("trainer.use_dynamic_bsz", f"{ACTOR}.use_dynamic_bsz", any_run),

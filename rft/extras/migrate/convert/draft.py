@@ -72,6 +72,7 @@ class Draft:
     colocate: bool = False  # --set mode=colocate
     # defaults of this program that are not those of veRL's trainer
     own: dict[str, Any] = field(default_factory=dict)
+    release: str = ""  # of veRL, whose defaults are among `own`; "": today's
     given: dict[str, Argument] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,24 +134,24 @@ class Draft:
         value = self.get(key, default)
         return default if value is None else str(value)
 
-    def wrong(self, key: str, value: Any, wanted: str) -> ConfigError:
+    def wrong(self, key: str, value: Any, allowed: str) -> ConfigError:
         line = f" (line {self.given[key].line})" if key in self.given else ""
-        return ConfigError(f"given {value!r}{line}; must be {wanted}", key=key, given=value)
+        return ConfigError(f"given {value!r}{line}; must be {allowed}", key=key, given=value)
 
     # ------------------------------------------------------------ what the result says
 
-    def put(self, path: str, value: Any, why: str) -> None:
+    def put(self, path: str, value: Any, reason: str) -> None:
         """Write `value`; `tasksets[i]` and `eval_tasksets[i]` mean all of them, another [i] the
         first.
         """
         for real in self.expand(path):
-            self._set(real, value, why)
+            self._set(real, value, reason)
 
-    def fill(self, path: str, value: Any, why: str) -> None:
+    def fill(self, path: str, value: Any, reason: str) -> None:
         """Write `value` where nothing is written yet."""
         for real in self.expand(path):
             if not self.has(real) and real not in self.settled:
-                self._set(real, value, why)
+                self._set(real, value, reason)
 
     def expand(self, path: str) -> list[str]:
         if f"{TRAIN}[i]" in path:
@@ -171,7 +172,7 @@ class Draft:
                 return default
         return place
 
-    def _set(self, path: str, value: Any, why: str) -> None:
+    def _set(self, path: str, value: Any, reason: str) -> None:
         steps = undotted(path)
         place: Any = self.values
         for step, following in itertools.pairwise(steps):
@@ -189,7 +190,7 @@ class Draft:
                     given=place,
                 )
         place[steps[-1]] = value
-        self.why[path] = why
+        self.why[path] = reason
 
     def note(self, text: str) -> None:
         if text not in self.notes:
@@ -236,10 +237,10 @@ def our_default(path: str) -> Any:
     """The schema's default of a key; a value equal to nothing where the key has none or is an
     argument of a plugin.
     """
-    found = field_at(undotted(path.replace("[i]", "[0]")))
-    if found is None or found.is_required():
+    field = field_at(undotted(path.replace("[i]", "[0]")))
+    if field is None or field.is_required():
         return _NOTHING
-    return found.get_default(call_default_factory=True)
+    return field.get_default(call_default_factory=True)
 
 
 def same(a: Any, b: Any) -> bool:

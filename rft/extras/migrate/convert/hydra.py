@@ -29,10 +29,10 @@ def split(word: str) -> tuple[str, str, str | None] | None:
     """("+", "a.b", "1") of "+a.b=1"; the value is None for a deletion `~a.b`; None if the word is
     no override.
     """
-    found = _KEY.match(word)
-    if not found or (not found[3] and found[1] != "~"):
+    match = _KEY.match(word)
+    if not match or (not match[3] and match[1] != "~"):
         return None
-    return found[1] or "", found[2], word[found.end() :] if found[3] else None
+    return match[1] or "", match[2], word[match.end() :] if match[3] else None
 
 
 def value(text: str) -> Any:
@@ -129,13 +129,13 @@ class _ValueReader:
         return text
 
     def list_(self) -> list[Any]:
-        found = list[Any]()
+        items = list[Any]()
         for _ in self.entries("]"):
-            found.append(self.element(",]"))
-        return found
+            items.append(self.element(",]"))
+        return items
 
     def dict_(self) -> dict[str, Any]:
-        found = dict[str, Any]()
+        entries = dict[str, Any]()
         for _ in self.entries("}"):
             key = self.element(":}")
             if self.peek() != ":":
@@ -145,8 +145,8 @@ class _ValueReader:
             if isinstance(key, list | dict):
                 raise ConfigError(f"cannot read {self.text!r}: {key!r} cannot be a key")
             self.pos += 1
-            found[key if isinstance(key, str) else str(key)] = self.element(",}")
-        return found
+            entries[key if isinstance(key, str) else str(key)] = self.element(",}")
+        return entries
 
     def entries(self, close: str) -> Iterator[None]:
         """Once for each entry of what the bracket here opens, which is read in between; then past
@@ -227,10 +227,10 @@ class _ValueReader:
     def interpolation(self) -> str:
         level = 0
         begin = self.pos
-        for found in re.compile(r"\$\{|[{}]").finditer(self.text, begin):
-            level += -1 if found[0] == "}" else 1
+        for mark in re.compile(r"\$\{|[{}]").finditer(self.text, begin):
+            level += -1 if mark[0] == "}" else 1
             if level == 0:
-                self.pos = found.end()
+                self.pos = mark.end()
                 return self.text[begin : self.pos]
         raise ConfigError(
             f"cannot read {self.text!r}: the interpolation at character {begin + 1} has no '}}'"

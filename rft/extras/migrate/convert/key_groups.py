@@ -14,6 +14,7 @@ from typing import Any
 
 from rft.algorithm.catalog import losses
 from rft.errors import ConfigError
+from rft.extras.migrate.convert import releases
 from rft.extras.migrate.convert.draft import EVAL, TRAIN, Draft
 from rft.extras.migrate.convert.names import (
     ACTOR,
@@ -29,8 +30,10 @@ from rft.extras.migrate.convert.names import (
     policy_loss,
 )
 from rft.extras.migrate.convert.sizes import (
+    MINI,
     Gpus,
     ahead,
+    ask_about_mini_batch,
     choose_engines,
     colocated,
     fits,
@@ -38,6 +41,7 @@ from rft.extras.migrate.convert.sizes import (
     interval,
     is_async,
     micro_batch,
+    mini_batch,
     nodes,
     positive,
     reward_gpus,
@@ -146,7 +150,7 @@ def evaluation(d: Draft) -> None:
     args = f"{EVAL}[i].rollout_args"
     sampled = eval_samples(d)
     if sampled and not (
-        d.flag(f"{prefix}.do_sample") or d.stated(f"{ROLLOUT}.mode") or is_async(d)
+        d.flag(f"{prefix}.do_sample") or d.stated(f"{ROLLOUT}.mode") or d.release or is_async(d)
     ):
         d.questions.append(
             f"{prefix}.temperature is given without do_sample: asynchronous veRL samples "
@@ -173,9 +177,10 @@ def evaluation(d: Draft) -> None:
 def batch(d: Draft) -> None:
     """R1 to R7."""
     d.interval = interval(d)
-    mini = d.whole(f"{ACTOR}.ppo_mini_batch_size")
+    mini = mini_batch(d)
+    ask_about_mini_batch(d)
     n = runs(d)
-    d.put("buffer.batch_size", mini, f"{ACTOR}.ppo_mini_batch_size, prompts of an optimizer step")
+    d.put("buffer.batch_size", mini, f"{MINI}, prompts of an optimizer step")
     d.put("buffer.train_batch_size", mini * n, f"{mini} prompts x {n} runs")
     d.put("algorithm.repeat_times", n, f"{ROLLOUT}.n")
     if is_async(d):
@@ -209,9 +214,9 @@ def batch(d: Draft) -> None:
 def algorithm(d: Draft) -> None:
     """R13 to R15, the clip range, and in the exact profile every other term of the loss."""
     kind, advantage = estimator(d)
-    why = said_by(d, "algorithm.adv_estimator")
-    d.put("algorithm.algorithm_type", kind, why)
-    d.put("algorithm.advantage_fn", advantage, why)
+    reason = said_by(d, "algorithm.adv_estimator")
+    d.put("algorithm.algorithm_type", kind, reason)
+    d.put("algorithm.advantage_fn", advantage, reason)
     _clip_range(d)
     corrected = any(k.startswith("algorithm.rollout_correction.") and d.stated(k) for k in d.given)
     if (
@@ -232,7 +237,6 @@ def algorithm(d: Draft) -> None:
         d.put("algorithm.kl_loss_fn", "none", f"{ACTOR}.use_kl_loss is off")
     if not d.flag("algorithm.use_kl_in_reward"):
         d.put("algorithm.kl_penalty_fn", "none", "algorithm.use_kl_in_reward is off")
-        _early(d)
         return
     d.put("algorithm.kl_penalty_fn", _kl(d, "algorithm.kl_penalty"), "algorithm.kl_penalty")
     args = "algorithm.kl_penalty_fn_args"
@@ -248,31 +252,11 @@ def algorithm(d: Draft) -> None:
         d.put(f"{args}.horizon", d.whole("algorithm.kl_ctrl.horizon"), "algorithm.kl_ctrl.horizon")
 
 
-def _early(d: Draft) -> None:
-    """Asks where arguments are of a time that had other defaults."""
-    coef = "algorithm.kl_ctrl.kl_coef"
-    mark = f"{ACTOR}.fsdp_config.grad_offload"
-    penalty = d.stated(coef) and d.number(coef) != 0
-    then = (
-        ["algorithm.use_kl_in_reward=True"]
-        if penalty and not d.flag(f"{ACTOR}.use_kl_loss")
-        else []
-    )
-    then += [] if d.stated(f"{ACTOR}.entropy_coeff") else [f"{ACTOR}.entropy_coeff=0.001"]
-    if then and (penalty or d.stated(mark)) and not d.stated("algorithm.use_kl_in_reward"):
-        d.questions.append(
-            f"{coef if penalty else mark} is given without algorithm.use_kl_in_reward: in early "
-            f"veRL (TinyZero's, Search-R1's) "
-            f"{' and '.join(then)} held where nothing is written; today's has neither.  Is the "
-            f"script of then?  Write it into the script"
-        )
-
-
 def _kl(d: Draft, key: str) -> str:
     name = d.text(key)
-    plain = KL.get(name.removesuffix("+"))
+    estimator = KL.get(name.removesuffix("+"))
     # an unknown name is refused by its rule
-    return "none" if plain is None else plain + ("+" if name.endswith("+") else "")
+    return "none" if estimator is None else estimator + ("+" if name.endswith("+") else "")
 
 
 def _clip_range(d: Draft) -> None:
@@ -281,13 +265,14 @@ def _clip_range(d: Draft) -> None:
     """
     stated = {side: d.stated(f"{ACTOR}.clip_ratio_{side}") for side in ("low", "high")}
     both = d.stated(f"{ACTOR}.clip_ratio") and not d.terse
-    if both and not all(stated.values()) and d.number(f"{ACTOR}.clip_ratio") != 0.2:
+    sides = not releases.up_to(d.release, releases.EARLY)
+    if sides and both and not all(stated.values()) and d.number(f"{ACTOR}.clip_ratio") != 0.2:
         d.warn(
             f"{ACTOR}.clip_ratio {d.get(f'{ACTOR}.clip_ratio')} is applied to the sides that are "
             f"not given themselves; veRL would keep "
             "its 0.2 there, since its file sets clip_ratio_low and clip_ratio_high"
         )
-    known = policy_loss(d) in losses()  # veRL's file has these numbers for every loss
+    has_clip = policy_loss(d) in losses()  # veRL's file has these numbers for every loss
     for side in ("low", "high"):
         key = f"{ACTOR}.clip_ratio_{side}"
         if not loss_reads(d, f"clip_range_{side}"):
@@ -298,7 +283,7 @@ def _clip_range(d: Draft) -> None:
             d.put(f"{ARGS}.clip_range_{side}", 1.0 if whole else d.get(key), key)
         elif both:
             d.put(f"{ARGS}.clip_range_{side}", d.get(f"{ACTOR}.clip_ratio"), f"{ACTOR}.clip_ratio")
-        elif (d.exact and known) or any(stated.values()):
+        elif (d.exact and has_clip) or any(stated.values()):
             d.put(f"{ARGS}.clip_range_{side}", d.get(key), f"veRL's default of {key}")
 
 
@@ -412,60 +397,60 @@ def gpus(d: Draft) -> Gpus:
         d.put("mode", "colocate", "engines and trainer share their GPUs in turns, as in veRL")
     if d.engine_num is not None:
         engines = d.engine_num
-        why = "--engine-num"
+        reason = "--engine-num"
     else:
         engines = choose_engines(d, auxiliary)
-        why = "free choice (--engine-num): a quarter of the GPUs" + (
+        reason = "free choice (--engine-num): a quarter of the GPUs" + (
             ", or more until the batch divides" if d.exact else ""
         )
-        why = "one on every tensor_parallel_size GPUs" if colocated(d) else why
-    d.put(f"{ENGINE}.engine_num", engines, why)
+        reason = "one on every tensor_parallel_size GPUs" if colocated(d) else reason
+    d.put(f"{ENGINE}.engine_num", engines, reason)
     if count > 1 and not (colocated(d) and engines == 1):
         d.put(
             "synchronizer.sync_method",
             "checkpoint",
             "weights move between nodes through the shared checkpoint folder",
         )
-    found = split(d, engines, auxiliary)
-    d.trainer_ranks = max(1, found.trainer)
-    _tell_split(d, found, engines)
-    return found
+    gpus = split(d, engines, auxiliary)
+    d.trainer_ranks = max(1, gpus.trainer)
+    _tell_split(d, gpus, engines)
+    return gpus
 
 
-def _tell_split(d: Draft, found: Gpus, engines: int) -> None:
-    if found.trainer < 1:
+def _tell_split(d: Draft, gpus: Gpus, engines: int) -> None:
+    if gpus.trainer < 1:
         d.warn(
-            f"{engines} engines take {found.rollout} and other models {found.auxiliary} of "
-            f"{found.total} GPUs; none is left for the "
+            f"{engines} engines take {gpus.rollout} and other models {gpus.auxiliary} of "
+            f"{gpus.total} GPUs; none is left for the "
             "trainer: lower --engine-num"
         )
         return
-    if found.shared:
+    if gpus.shared:
         d.note(
-            f"mode colocate: {found.trainer} GPUs generate and train in turns, as in veRL; no GPU "
+            f"mode colocate: {gpus.trainer} GPUs generate and train in turns, as in veRL; no GPU "
             f"has run it yet"
         )
         return
-    served = f", {found.auxiliary} serve the reward model" if found.auxiliary else ""
+    served = f", {gpus.auxiliary} serve the reward model" if gpus.auxiliary else ""
     d.note(
-        f"GPU split: veRL trains and generates on the same {found.verl['gpus']} GPUs; here "
-        f"{found.rollout} generate{served} and "
-        f"{found.trainer} train"
+        f"GPU split: veRL trains and generates on the same {gpus.verl['gpus']} GPUs; here "
+        f"{gpus.rollout} generate{served} and "
+        f"{gpus.trainer} train"
     )
-    if not whole_nodes(d, found.trainer):
+    if not whole_nodes(d, gpus.trainer):
         d.warn(
-            f"the trainer would get {found.trainer} GPUs, more than one node and no whole number "
+            f"the trainer would get {gpus.trainer} GPUs, more than one node and no whole number "
             f"of nodes; choose another --engine-num"
         )
-    elif found.local_mini_batch is None:
+    elif gpus.local_mini_batch is None:
         d.warn(
-            f"{found.rows} experiences of a step do not divide over {found.data_parallel} trainer "
+            f"{gpus.rows} experiences of a step do not divide over {gpus.data_parallel} trainer "
             f"ranks; they are dealt by tokens, which "
             "fixed micro-batches do not allow.  Another --engine-num may fit"
         )
-    elif not fits(d, found):
+    elif not fits(d, gpus):
         d.warn(
-            f"the {found.local_mini_batch} rows that a rank has of a step are no whole number of "
+            f"the {gpus.local_mini_batch} rows that a rank has of a step are no whole number of "
             f"micro-batches "
             f"({micro_batch(d)} rows"
             + (f", critic {micro_batch(d, 'critic')}" if has_critic(d) else "")
@@ -522,25 +507,7 @@ def explain(d: Draft) -> None:
             f"{whose}"
         )
     if not d.exact:
-        d.note(
-            "sync_offset 1 is the guide's example: a window's first batch comes from the weights "
-            "before; 0 is veRL's loop"
-        )
-        if d.stated(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"):
-            d.note(
-                "the guide says that no actor_rollout_ref.rollout key has an effect, and its own "
-                "example keeps one of them"
-            )
-        if d.interval > 1 and (d.stated("trainer.save_freq") or d.stated("trainer.test_freq")):
-            d.note(
-                "save_interval and eval_interval count steps here and iterations in veRL; the "
-                "guide copies the numbers"
-            )
-        if f"{ROLLOUT}.val_kwargs.temperature" not in d.given:
-            d.note(
-                "evaluation inherits the training temperature in the guide's profile; veRL "
-                "evaluates greedily"
-            )
+        _explain_guide(d)
     for key in (f"{ACTOR}.optim.lr_warmup_steps", "critic.optim.lr_warmup_steps"):
         if d.stated(key) and not d.whole(key) and d.number(f"{key}_ratio"):
             d.warn(
@@ -558,4 +525,27 @@ def explain(d: Draft) -> None:
         d.note(
             "each epoch drops its incomplete last batch of m prompts; veRL drops one of B, so step "
             "counts differ slightly"
+        )
+
+
+def _explain_guide(d: Draft) -> None:
+    """Where the values of the alignment guide differ from what veRL computes."""
+    d.note(
+        "sync_offset 1 is the guide's example: a window's first batch comes from the weights "
+        "before; 0 is veRL's loop"
+    )
+    if d.stated(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"):
+        d.note(
+            "the guide says that no actor_rollout_ref.rollout key has an effect, and its own "
+            "example keeps one of them"
+        )
+    if d.interval > 1 and (d.stated("trainer.save_freq") or d.stated("trainer.test_freq")):
+        d.note(
+            "save_interval and eval_interval count steps here and iterations in veRL; the "
+            "guide copies the numbers"
+        )
+    if f"{ROLLOUT}.val_kwargs.temperature" not in d.given:
+        d.note(
+            "evaluation inherits the training temperature in the guide's profile; veRL "
+            "evaluates greedily"
         )

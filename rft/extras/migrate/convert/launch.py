@@ -26,6 +26,7 @@ from rft.extras.migrate.convert.recording import (
     Inputs,
     Recorder,
     Recording,
+    without_own,
 )
 from rft.secrets import is_secret_name
 
@@ -33,7 +34,7 @@ _YAML = {".yaml", ".yml", ".json"}
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_]\w*)")
 _RELATIVE = re.compile(r"(\$\{(?:oc\.select:)?\s*)(\.+)")
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([A-Za-z_][\w.]*)\s*(?:,\s*([^${}]*))?\}")
-_OTHERS = "of other tools: docs/migration.md"
+_OTHERS = "of other tools: docs/howto/from-verl.md"
 MAX_REFERENCES = 8
 
 
@@ -130,7 +131,9 @@ def _from_script(text: str, path: Path, inputs: Inputs) -> Launch:
             f"in a script"
         )
     text = text.replace("\r\n", "\n")
-    reader = ScriptReader(Recorder(text, path, "|".join(programs.FILES)), text, inputs)
+    pattern = "|".join([*programs.FILES, *(["python"] if inputs.other else [])])
+    read = without_own(text)
+    reader = ScriptReader(Recorder(read, path, pattern), read, inputs)
     reading = reader.read()
     if reading is None:
         raise _no_launch(text, path.name, reader.first)
@@ -142,15 +145,15 @@ def _from_script(text: str, path: Path, inputs: Inputs) -> Launch:
     first = f"{path.name}, line {command.line}: starts {entry}"
     if remark := programs.PROGRAMS.get(entry, ("", ""))[1]:
         first += f" ({remark})"
-    elif entry.endswith(".py"):
+    elif entry.endswith(".py") or inputs.other:
         first += " (a file of its own may differ from veRL's; what it changes is not seen)"
-    said = [
+    messages = [
         *_defaults(text),
         *arguments.notes,
         *_environment(reading.launched, text),
         *_other_commands(reader.first, command),
     ]
-    notes = dict.fromkeys(said)
+    notes = dict.fromkeys(messages)
     assert reading.launched.match.program is not None
     return Launch(
         program=reading.launched.match.program,
@@ -167,9 +170,9 @@ def _from_script(text: str, path: Path, inputs: Inputs) -> Launch:
     )
 
 
-def launch_of(words: Sequence[str]) -> Launch:
+def launch_of(words: Sequence[str], other: Program | None = None) -> Launch:
     """The launch that is written out: python3 -m verl.trainer.main_ppo KEY=VALUE ..."""
-    match = programs.find(words)
+    match = programs.find(words, other)
     if match is None or match.program is None:
         raise ConfigError(
             f"{words[0]} is no launch script, and {' '.join(words)[:80]!r} starts no veRL program; "
@@ -198,8 +201,8 @@ def _no_launch(text: str, name: str, recording: Recording) -> ConfigError:
     matches = ((c, programs.find(c.words)) for c in recording.commands)
     if other := next(((c.line, m.entry) for c, m in matches if m is not None), None):
         advice = (
-            "where it is veRL's trainer with code of yours, write verl.trainer.main_ppo in "
-            "its place and carry that code over"
+            "where it is veRL's trainer with code of yours, add --as main_ppo and carry that code "
+            "over"
         )
         return ConfigError(
             f"{name}, line {other[0]}: {shown(other[1])} has no counterpart here; {advice}; "
@@ -250,8 +253,8 @@ def _defaults(text: str) -> Iterator[Note]:
     """Defaults of variables that nothing else in the script sets."""
     for number, line in enumerate(text.splitlines(), 1):
         for name, default in re.findall(r"\$\{(\w+):?[-=]([^}]*)", line.split(" #")[0]):
-            own = re.compile(rf"(?<![\w.])({name})\+?=(?![\"']?\$\{{{name}:?[-=])")
-            if not own.search(text) and default.strip("\"'"):
+            assignment = re.compile(rf"(?<![\w.])({name})\+?=(?![\"']?\$\{{{name}:?[-=])")
+            if not assignment.search(text) and default.strip("\"'"):
                 who = f"${name}" if name.isdigit() else name
                 yield (
                     number,
@@ -260,14 +263,14 @@ def _defaults(text: str) -> Iterator[Note]:
                 )
 
 
-def _environment(found: Launched, text: str) -> Iterator[Note]:
+def _environment(launched: Launched, text: str) -> Iterator[Note]:
     """What the script sets for the run: exported, and among the words of the launcher."""
     exported = {
-        n: v for n, v in found.command.environment.items() if n not in found.inputs.variables
+        n: v for n, v in launched.command.environment.items() if n not in launched.inputs.variables
     }
     among = (
         w.partition("=")[::2]
-        for w in found.words[: found.match.start]
+        for w in launched.words[: launched.match.start]
         if re.match(r"[A-Za-z_]\w*=", w)
     )
     for name, value in {**exported, **dict(among)}.items():
@@ -275,7 +278,10 @@ def _environment(found: Launched, text: str) -> Iterator[Note]:
             hidden = "<hidden>" if is_secret_name(name) and value else shown(value)[:80]
             lines = [n for n, row in enumerate(text.splitlines(), 1) if f"{name}=" in row]
             yield (
-                next((n for n in reversed(lines) if n <= found.command.line), found.command.line),
+                next(
+                    (n for n in reversed(lines) if n <= launched.command.line),
+                    launched.command.line,
+                ),
                 f"sets {name}={hidden} for the run; a configuration does not carry it",
             )
 
@@ -378,20 +384,20 @@ class _Arguments:
         return None
 
     def argument(self, word: str, unknown: str) -> None:
-        found = hydra.split(word)
+        split_word = hydra.split(word)
         line = self.written(word)
-        if found is None:
+        if split_word is None:
             return self.fail(
                 line, f"{word[:120]!r} is no key=value, as in data.train_batch_size=1024"
             )
-        prefix, key, text = found
+        prefix, key, text = split_word
         value = None
-        why = unknown
+        reason = unknown
         if not unknown and text is not None:
             try:
                 value = hydra.value(text)
             except ConfigError as e:
-                why = e.message
+                reason = e.message
         if old := next((a for a in reversed(self.arguments) if a.key == key), None):
             self.notes.append(
                 (old.line, f"{old.prefix}{key}={old.text} is replaced by {word} on line {line}")
@@ -414,7 +420,7 @@ class _Arguments:
                 text,
             )
         self.arguments.append(
-            Argument(key, value, text or "", line, prefix, names, why, machine=bool(unknown))
+            Argument(key, value, text or "", line, prefix, names, reason, machine=bool(unknown))
         )
         return None
 
@@ -464,13 +470,13 @@ def _from_yaml(text: str, path: Path) -> Launch:
             if a.unknown
         ]
     )
-    told = (
+    location = (
         replace(
             a, text="null" if a.value is None else str(a.value), variables=_variables(str(a.value))
         )
         for a in arguments
     )
-    return Launch(program, tuple(told), False, tuple(notes), str(path))
+    return Launch(program, tuple(location), False, tuple(notes), str(path))
 
 
 def _yaml_program(values: dict[str, Any]) -> Program | None:
@@ -499,7 +505,7 @@ def _absolute(value: Any, at: list[str]) -> Any:
     )
 
 
-def opened(arguments: Sequence[Argument], others: Mapping[str, Any]) -> tuple[Argument, ...]:
+def opened(arguments: Sequence[Argument], defaults: Mapping[str, Any]) -> tuple[Argument, ...]:
     """Each ${a.b} replaced by what that key is: the argument, the group of arguments below it, else
     what `others` has.
 
@@ -507,19 +513,23 @@ def opened(arguments: Sequence[Argument], others: Mapping[str, Any]) -> tuple[Ar
     ${oc.env:X} and other resolvers stay.
     """
     arguments = [replace(a, value=_absolute(a.value, a.key.split("."))) for a in arguments]
-    given = {a.key: a.value for a in arguments}
+    values = {a.key: a.value for a in arguments}
     untold = {a.key: a.unknown for a in arguments if a.unknown}
 
     def look_up(key: str, otherwise: str | None, depth: int) -> Any:
-        below = {k.removeprefix(f"{key}."): v for k, v in given.items() if k.startswith(f"{key}.")}
-        if key not in given and not below and key not in others and otherwise is None:
+        below = {k.removeprefix(f"{key}."): v for k, v in values.items() if k.startswith(f"{key}.")}
+        if key not in values and not below and key not in defaults and otherwise is None:
             raise ConfigError(
                 f"${{{key}}} refers to a key that the file does not have; write its value"
             )
         if key in untold:
             raise ConfigError(untold[key])
-        found = value(given[key] if key in given else below or others.get(key), depth + 1)
-        return hydra.scalar(otherwise) if found is None and otherwise is not None else found
+        value_below = value(values[key] if key in values else below or defaults.get(key), depth + 1)
+        return (
+            hydra.scalar(otherwise)
+            if value_below is None and otherwise is not None
+            else value_below
+        )
 
     def value(written: Any, depth: int = 0) -> Any:
         if depth > MAX_REFERENCES:
@@ -530,8 +540,8 @@ def opened(arguments: Sequence[Argument], others: Mapping[str, Any]) -> tuple[Ar
             return {k: value(v, depth) for k, v in written.items()}
         if not isinstance(written, str) or "${" not in written:
             return written
-        if whole := _REFERENCE.fullmatch(written.strip()):
-            return look_up(whole[1], whole[2], depth)
+        if reference := _REFERENCE.fullmatch(written.strip()):
+            return look_up(reference[1], reference[2], depth)
         return _REFERENCE.sub(lambda m: str(look_up(m[1], m[2], depth)), written)
 
     def one(a: Argument) -> Argument:

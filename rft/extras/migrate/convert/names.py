@@ -12,18 +12,19 @@ from rft.extras.migrate.convert.draft import Draft
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 CRITIC_ESTIMATORS = ("gae",)
+CLIPPED = ("vanilla", "bypass_mode")  # names of the clipped PPO loss
 MODEL = "actor_rollout_ref.model"
 REF = "actor_rollout_ref.ref"
 RM = "reward_model"
 OPTIM = "algorithm.optimizer"
 ENGINE = "explorer.rollout_model"
 CRITIC = "trainer.critic"
-PASSED = "trainer.trainer_config"
 ESTIMATORS = {  # veRL's name -> (algorithm_type, advantage_fn)
     "gae": ("ppo", "ppo"),
     "grpo": ("grpo", "grpo"),
     "grpo_vectorized": ("grpo", "grpo"),
     "grpo_passk": ("grpo", "grpo_passk"),
+    "gdpo": ("gdpo", "gdpo"),
     "rloo": ("rloo", "rloo"),
     "rloo_vectorized": ("rloo", "rloo"),
     "reinforce_plus_plus": ("reinforceplusplus", "reinforceplusplus"),
@@ -32,6 +33,7 @@ ESTIMATORS = {  # veRL's name -> (algorithm_type, advantage_fn)
     "opo": ("opo", "opo"),
     "gpg": ("gpg", "gpg"),
     "optimal_token_baseline": ("grpo", "optimal_token_baseline"),
+    "tir_optimal_token_baseline": ("grpo", "optimal_token_baseline"),
 }
 KL = {
     "kl": "k1",
@@ -74,7 +76,7 @@ def policy_loss(d: Draft) -> str:
     if d.flag(f"{correction}.bypass_mode") and d.text(f"{correction}.loss_type") == "reinforce":
         return "reinforce"
     mode = d.text(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
-    return "ppo" if mode == "vanilla" else mode
+    return "ppo" if mode in CLIPPED else mode
 
 
 def loss_reads(d: Draft, argument: str) -> bool:

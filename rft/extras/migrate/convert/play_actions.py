@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 
 from rft.extras.migrate.convert.draft import EVAL, TRAIN, ArgumentOutcome, Draft
 from rft.extras.migrate.convert.names import ROLLOUT, eval_samples
-from rft.extras.migrate.convert.rule import Rule, choice, derived, only_if, rule, switch, via, write
+from rft.extras.migrate.convert.rule import (
+    Rule,
+    choice,
+    derived,
+    only_if,
+    rule,
+    switch,
+    to,
+    via,
+    write,
+)
 
 if TYPE_CHECKING:
     from rft.extras.migrate.convert.launch import Argument
@@ -30,35 +40,20 @@ def images(d: Draft, a: Argument) -> ArgumentOutcome:
 _OLD_RS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 
 
-@rule("algorithm.rollout_correction.rollout_rs")
-def rejection(d: Draft, a: Argument) -> ArgumentOutcome:
-    name = str(a.value).strip("'\"")
-    if "," in name:
-        return ArgumentOutcome("refused", f"one statistic rejects here; choose one of {name}")
-    reason = f"older veRL calls it {name}" if name in _OLD_RS else ""
-    return write(
-        d, a, ("algorithm.rollout_correction.rollout_rs",), _OLD_RS.get(name, name), reason
-    )
+rejection = to(
+    "algorithm.rollout_correction.rollout_rs",
+    by=lambda name: _OLD_RS.get(name, name) if isinstance(name, str) else name,
+)
 
 
 @rule("algorithm.rollout_correction.rollout_rs_threshold")
 def rejection_bounds(d: Draft, a: Argument) -> ArgumentOutcome:
     """Older veRL has the lower bound in a key of its own."""
     key = "algorithm.rollout_correction.rollout_rs_threshold"
-    upper, lower = (
-        str(d.get(k)).strip("'\"") if d.stated(k) else "" for k in (key, f"{key}_lower")
-    )
-    if "," in upper:
-        return ArgumentOutcome("ignored", "belongs to several statistics, which are refused")
-    if not upper:
+    upper, lower = d.get(key), d.get(f"{key}_lower")
+    if upper is None:
         return ArgumentOutcome("ignored", f"has no effect without {key}")
-    value = f"{lower}_{upper}" if lower else upper
-    if "_" in value or "${" in value:
-        return write(d, a, (key,), value)
-    try:
-        return write(d, a, (key,), float(value))
-    except ValueError:
-        raise d.wrong(key, value, "a number, or LOWER_UPPER") from None
+    return write(d, a, (key,), upper if lower is None else f"{lower}_{upper}")
 
 
 _WORKFLOW = "buffer.explorer_input.default_workflow_type"
@@ -137,9 +132,20 @@ MANAGER_TARGETS = tuple(f"{sets}[i].reward_fn_args.reward_manager" for sets in (
 def manager(d: Draft, a: Argument) -> ArgumentOutcome:
     if a.value == "naive":
         return ArgumentOutcome("equal", "one call for each answer")
-    if a.value in ("batch", "prime", "dapo"):
-        return write(d, a, MANAGER_TARGETS, a.value)
-    return ArgumentOutcome("refused", "known reward managers: naive, batch, prime, dapo")
+    if a.value in ("batch", "prime", "dapo", "gdpo"):
+        return write(d, a, MANAGER_TARGETS, a.value.replace("gdpo", "dapo"))
+    return ArgumentOutcome("refused", "known reward managers: naive, batch, prime, dapo, gdpo")
+
+
+@rule("algorithm.advantage_fn_args.weights")
+def reward_parts(d: Draft, a: Argument) -> ArgumentOutcome:
+    """The parts of the reward and their weights, in two keys of veRL's."""
+    names, weights = (d.get(f"algorithm.gdpo_reward_{name}") for name in ("keys", "weights"))
+    try:
+        parts = dict(zip(list.copy(names), weights or [1.0] * len(names), strict=True))
+    except (TypeError, ValueError):
+        raise d.wrong(a.key, a.value, "a list, as long as gdpo_reward_keys") from None
+    return write(d, a, ("algorithm.advantage_fn_args.weights",), parts)
 
 
 def evaluated(name: str) -> Rule:

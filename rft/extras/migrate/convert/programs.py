@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -88,10 +89,27 @@ class ProgramMatch:
     start: int
 
 
-def find(words: Sequence[str]) -> ProgramMatch | None:
+_SETTING = re.compile(r"[+~]{0,2}[a-z_]+(\.\w+)+=")
+
+
+def find(words: Sequence[str], other: Program | None = None) -> ProgramMatch | None:
     """The first veRL program that these words start, whatever stands before it (ray job submit,
-    torchrun, nohup …).
+    torchrun, nohup …).  `other`: what a module that veRL does not have, but takes settings, is.
     """
+    match = _of_verl(words)
+    if other is None or (match is not None and match.program is not None):
+        return match
+    settings = [i for i, word in enumerate(words) if _SETTING.match(word)]
+    started = (
+        ProgramMatch(other, word, i + 1)
+        for i, word in enumerate(words)
+        if word.endswith(".py") or words[i - 1 : i] in (("-m",), ("--module",))
+        if settings and i < settings[0]
+    )
+    return next(started, match)
+
+
+def _of_verl(words: Sequence[str]) -> ProgramMatch | None:
     if not words or words[0].rsplit("/", 1)[-1] in QUIET:
         return None
     for i, word in enumerate(words):
@@ -99,8 +117,8 @@ def find(words: Sequence[str]) -> ProgramMatch | None:
             module = words[i + 1]
         elif word.startswith("-m") and word[2:6] in ("verl", "reci"):
             module = word[2:]
-        elif word.endswith(".py") and (found := _file(word, i + 1)):
-            return found
+        elif word.endswith(".py") and (file := _file(word, i + 1)):
+            return file
         else:
             continue
         if module in MODULES or _ours(module):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from rft.extras.migrate.convert import programs
 from rft.extras.migrate.convert.recording import (
+    OWN,
     RANDOM,
     Command,
     Inputs,
@@ -142,7 +143,7 @@ class ScriptReader:
             for name in _ASSIGNED.findall(rows.get(line, ""))
         }
         for at, command in enumerate(recording.commands):
-            match = programs.find(command.words)
+            match = programs.find(command.words, inputs.other)
             if match is not None and match.program is not None:
                 more = list(
                     itertools.takewhile(
@@ -182,7 +183,7 @@ class ScriptReader:
         return (
             self.first.ended
             and not unreadable
-            and not any(programs.find(c.words) for c in self.first.commands)
+            and not any(programs.find(c.words, self._inputs.other) for c in self.first.commands)
         )
 
     def _assumptions(self) -> Iterator[tuple[Inputs, str]]:
@@ -229,11 +230,16 @@ class ScriptReader:
         """Variables that the script uses and does not set, and its arguments."""
         used = [m[1] for m in _USED.finditer(self._text) if m[2] is None]
         used += [n for body in _ARITHMETIC.findall(self._text) for n in _NAME.findall(body)]
-        known = {*base.command.names, *base.inputs.variables} - set(
+        names = {*base.command.names, *base.inputs.variables} - set(
             _ASSIGNED_ITSELF.findall(self._text)
         )
-        unset = [n for n in dict.fromkeys(used) if n not in known]
+        unset = [n for n in dict.fromkeys(used) if n not in names]
         return unset + [f"ARG{i}" for i in range(1, self._most_arguments() + 1)]
+
+    @property
+    def counts_arguments(self) -> bool:
+        """Whether the script asks how many arguments it has."""
+        return re.search(r"\$\{?#\}?(?![\w{])", self._text) is not None
 
     def in_conditions(self) -> set[str]:
         """Variables and arguments that stand in the line of a condition."""
@@ -272,7 +278,7 @@ class _Dependencies:
                     names = [*names, name]
                     joint = more
         rows = zip(joint.parts(names), self._texts, self._base.parts(), strict=True)
-        self._texts = [new if old == plain else old for new, old, plain in rows]
+        self._texts = [new if old == base_text else old for new, old, base_text in rows]
         self._compare_prints()
         handed_on = set(_MARKER.findall(" ".join(joint.words)))
         self._notes += (
@@ -290,8 +296,9 @@ class _Dependencies:
         text = self._texts[at]
         unknown = self._unknown.get(at, "")
         names = set(_MARKER.findall(text))
-        if random := sorted(names & RANDOM):
-            unknown = f"its value comes from ${random[0]}, which differs from run to run"
+        if random := sorted(names & (RANDOM | OWN.keys())):
+            name = OWN.get(random[0], f"${random[0]}")
+            unknown = f"its value comes from {name}, which differs from run to run"
         elif failed := sorted(names & self._base.failed.keys()):
             unknown = (
                 f"its value comes from ${failed[0]}, which bash cannot set: "
@@ -323,9 +330,9 @@ class _Dependencies:
         known; the rest is as without it.
         """
         runs = [self._with({name: value}) for value in (marker(name), "0", PROBE)]
-        plain = self._base.parts()
+        parts = self._base.parts()
         unexplained = True
-        for at, text in enumerate(plain):
+        for at, text in enumerate(parts):
             marked, zero, probe = (
                 run.parts([name])[at] if run is not None else None for run in runs
             )
@@ -339,6 +346,11 @@ class _Dependencies:
             elif zero == text and probe not in (text, None):
                 self._unknown[at] = (
                     f"its value is computed from {_as_written(name)}, which the script does not set"
+                )
+            elif self._reader.counts_arguments and marked == zero == probe not in (text, None):
+                self._unknown[at] = (
+                    f"its value depends on whether {_as_written(name)} is given, which the script "
+                    f"does not tell"
                 )
             else:
                 continue

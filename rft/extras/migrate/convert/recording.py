@@ -21,6 +21,7 @@ from pathlib import Path
 
 from rft.config import yamlfile
 from rft.errors import ConfigError
+from rft.extras.migrate.convert.programs import Program
 from rft.extras.sandbox import jobs
 from rft.extras.sandbox.code_sandbox import DEFAULT, open_server
 from rft.extras.sandbox.processes import ProgramLimits, SandboxError, SandboxUnavailable
@@ -30,6 +31,9 @@ ROOT = "\ue002"  # the sandbox's folder, in texts
 FIXED = ("HOME", "USER", "LOGNAME", "HOSTNAME", "PWD")
 # bash's own, which differ from run to run
 RANDOM = frozenset("RANDOM SRANDOM SECONDS EPOCHSECONDS EPOCHREALTIME".split())
+# of the sandbox's own bash, under names that a script may leave unset
+_OWN = re.compile(r"\$\{(UID|EUID|PPID|BASHPID)\}|\$(UID|EUID|PPID|BASHPID)\b|\$(\$)")
+OWN = {f"OWN_{name}": f"${name}" for name in ("UID", "EUID", "PPID", "BASHPID")} | {"OWN_PID": "$$"}
 SANDBOX_VARIABLES = {
     *FIXED,
     "PATH",
@@ -59,6 +63,11 @@ _LIMITS = ProgramLimits(
 )
 
 
+def without_own(text: str) -> str:
+    """The script with variables that bash sets itself under names of `OWN`."""
+    return _OWN.sub(lambda m: f"${{OWN_{m[1] or m[2] or 'PID'}}}", text)
+
+
 def marker(name: str) -> str:
     """A text that stands for the value of an environment variable, made so that a piece of it is
     noticed, and a path too.
@@ -86,7 +95,7 @@ class Recording:
 class Inputs:
     """What a script is run with.  `prints`: what commands print that are not run; `ignore_exit`:
     `exit` does nothing; `other_files`: where the script asks for a file or folder, the answer is
-    the opposite.
+    the opposite; `other`: the program that a module of its own is taken as.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -95,6 +104,7 @@ class Inputs:
     date: str = "date"
     ignore_exit: bool = False
     other_files: bool = False
+    other: Program | None = None
 
 
 class Recorder:
@@ -167,11 +177,15 @@ class Recorder:
             "RFT_DATE": inputs.date,
             **({"RFT_IGNORE_EXIT": "1"} if inputs.ignore_exit else {}),
         }
-        beside = {
+        scripts = {
             f"{ROOT}/machine{p.absolute()}": p.read_text("utf-8", "replace") for p in self._beside()
         }
         return {
-            "files": {f"{ROOT}/recorded.bash": _PRELUDE.read_text("utf-8"), **beside, script: text},
+            "files": {
+                f"{ROOT}/recorded.bash": _PRELUDE.read_text("utf-8"),
+                **scripts,
+                script: text,
+            },
             "directories": [here, home],
             "command": ["bash", script, *inputs.arguments],
             "environment": environment,
@@ -179,10 +193,10 @@ class Recorder:
 
     def _beside(self) -> list[Path]:
         """Scripts in the same folder that this one names."""
-        found = self._path.absolute().parent.glob("*.sh")
+        scripts = self._path.absolute().parent.glob("*.sh")
         return [
             p
-            for p in found
+            for p in scripts
             if p.name in self._text and p.is_file() and p.stat().st_size <= yamlfile.MAX_BYTES
         ]
 

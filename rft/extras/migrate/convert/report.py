@@ -7,9 +7,11 @@ once, with its line, its outcome and its reason; reading the YAML gives the same
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -46,24 +48,29 @@ def to_json(c: Conversion) -> dict[str, Any]:
     }
 
 
+def account(done: Conversion, *, as_json: bool) -> str:
+    """The full report of a conversion, as JSON or Markdown."""
+    return json.dumps(to_json(done), indent=2, ensure_ascii=False) if as_json else markdown(done)
+
+
 def refusal(source: str, error: ConfigError, *, as_json: bool) -> str:
     """The account of a file that cannot be converted at all."""
-    found = [{"key": e.key, "message": str(e)} for e in error.errors]
+    errors = [{"key": e.key, "message": str(e)} for e in error.errors]
     if as_json:
         return json.dumps(
-            {"program": None, "source": source, "errors": found}, indent=2, ensure_ascii=False
+            {"program": None, "source": source, "errors": errors}, indent=2, ensure_ascii=False
         )
     lines = [
         f"# {source}: veRL, not converted",
         "",
-        *(f"- {_one_line(e['message'])}" for e in found),
+        *(f"- {_one_line(e['message'])}" for e in errors),
     ]
     return "\n".join(lines)
 
 
 def summary(c: Conversion) -> str:
     parts = [f"{c.counts[k]} {LABELS[k]}" for k in KINDS if c.counts[k]]
-    return f"{len(c.rows)} arguments: {', '.join(parts) or 'none'}"
+    return f"{sum(c.counts.values())} arguments: {', '.join(parts) or 'none'}"
 
 
 def head(c: Conversion) -> list[str]:
@@ -80,6 +87,32 @@ def head(c: Conversion) -> list[str]:
         for a, outcome in ((r.argument, r.outcome) for r in c.refused):
             lines.append(f"  line {a.line}: {_one_line(f'{a.key}={a.text}')}: {outcome.reason}")
     return lines
+
+
+_PLACES = {  # veRL's group -> our section
+    "actor_rollout_ref.model": "model",
+    "actor_rollout_ref.rollout": "explorer",
+    "actor_rollout_ref": "trainer",
+    "algorithm": "algorithm",
+    "critic": "trainer",
+    "trainer": "trainer",
+}
+
+
+def draft(c: Conversion) -> str:
+    """The YAML file with each open argument, and each key that is not valid, as a comment in its
+    section.
+    """
+    within: dict[str, list[str]] = {}
+    for a, outcome in ((r.argument, r.outcome) for r in c.refused):
+        place = next((p for g, p in _PLACES.items() if f"{a.key}.".startswith(f"{g}.")), "buffer")
+        text = _one_line(f"line {a.line}: {a.key}={a.text}: {outcome.reason}")
+        within.setdefault(place, []).append(f"to decide: {text}")
+    for error in c.errors:
+        within.setdefault(error.partition(".")[0], []).append(f"rft check: {_one_line(error)}")
+    rest = [line for place in within if place not in c.values for line in within[place]]
+    lines = [*head(dataclasses.replace(c, rows=())), *rest]
+    return yaml_text(c.values, lines, within)
 
 
 def markdown(c: Conversion) -> str:
@@ -184,9 +217,13 @@ _ConfigDumper.add_representer(float, _float)
 _ConfigDumper.add_representer(list, _list)
 
 
-def yaml_text(values: dict[str, Any], comments: Sequence[str] = ()) -> str:
+def yaml_text(
+    values: dict[str, Any],
+    comments: Sequence[str] = (),
+    within: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> str:
     """The whole file: comments, then the sections in the schema's order with an empty line between
-    them.
+    them; `within`: comments at the head of a section.
     """
     head = "".join(f"# {line}".rstrip() + "\n" for line in comments)
     parts: list[str] = []
@@ -194,6 +231,9 @@ def yaml_text(values: dict[str, Any], comments: Sequence[str] = ()) -> str:
         dumped = yaml.dump(
             {key: value}, Dumper=_ConfigDumper, sort_keys=False, width=10_000, allow_unicode=True
         )
+        if notes := within.get(key):
+            first, _, rest = dumped.partition("\n")
+            dumped = "\n".join([first, *(f"  # {note}" for note in notes), rest])
         apart = isinstance(value, dict) or not parts
         parts.append(("\n" if apart and (parts or head) else "") + dumped)
     return head + "".join(parts)

@@ -33,16 +33,11 @@ def rule(*targets: str) -> Callable[[Act], Rule]:
     return lambda act: Rule(act, targets)
 
 
-def to(
-    *targets: str, by: Callable[[Any], Any] | None = None, reason: str = "", guide: str = ""
-) -> Rule:
-    """The value goes to `targets`, changed by `by`; in the guide's profile below `guide` as veRL
-    spells it, where that is given.
-    """
+def to(*targets: str, by: Callable[[Any], Any] | None = None, reason: str = "") -> Rule:
+    """Write the value to `targets`, changed by `by`."""
 
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
-        into = (f"{guide}.{a.key}",) if guide and not d.exact else targets
-        return write(d, a, into, by(a.value) if by else a.value, reason)
+        return write(d, a, targets, by(a.value) if by else a.value, reason)
 
     return Rule(act, targets)
 
@@ -159,10 +154,10 @@ def via(
     """Written together with others of its group; mapped to those of `targets` that the result has."""
 
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
-        there = tuple(t for t in expand(d, targets) if d.has(t))
+        present = tuple(t for t in expand(d, targets) if d.has(t))
         return (
-            ArgumentOutcome("mapped", reason, there)
-            if there
+            ArgumentOutcome("mapped", reason, present)
+            if present
             else ArgumentOutcome("ignored", otherwise)
         )
 
@@ -187,7 +182,7 @@ def switch(on: str, reason: str, rule: Rule) -> Rule:
     return only_if(lambda d: d.flag(on), reason, rule)
 
 
-def account(d: Draft, a: Argument, rule: Rule | None, known: Collection[str]) -> ArgumentOutcome:
+def account(d: Draft, a: Argument, rule: Rule | None, keys: Collection[str]) -> ArgumentOutcome:
     """What becomes of an argument with this rule; `known` are all keys of its program."""
     if a.unknown:
         return ArgumentOutcome("refused", a.unknown)
@@ -195,13 +190,13 @@ def account(d: Draft, a: Argument, rule: Rule | None, known: Collection[str]) ->
     if rule is None:
         if empty and d.terse:
             return ArgumentOutcome("ignored", "not set")
-        near = table.nearest(a.key, known)
+        near = table.nearest(a.key, keys)
         return ArgumentOutcome(
             "refused", "unknown argument" + (f"; did you mean {near}?" if near else "")
         )
     if empty:
         return ArgumentOutcome("ignored", "not set: veRL's own default")
-    if not isinstance(a.value, dict) and any(k.startswith(f"{a.key}.") for k in known):
+    if not isinstance(a.value, dict) and any(k.startswith(f"{a.key}.") for k in keys):
         return ArgumentOutcome(
             "refused", f"is a group of keys; give a mapping, or {a.key}.NAME=VALUE"
         )

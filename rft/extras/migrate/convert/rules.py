@@ -22,7 +22,6 @@ from rft.extras.migrate.convert.names import (
     ONE_MEGATRON,
     ONLY_MEGATRON,
     OPTIM,
-    PASSED,
     REF,
     RM,
     ROLLOUT,
@@ -72,8 +71,8 @@ RULES: dict[str, Rule] = {
     "data.train_max_samples": do.max_samples(TRAIN),
     "data.val_max_samples": do.max_samples(EVAL),
     "data.image_key": play.images,
-    "data.custom_cls.path": each_set("reader_path"),
-    "data.custom_cls.name": each_set("reader_name"),
+    "data.custom_cls.path": do.reader,
+    "data.custom_cls.name": do.reader,
     # ------------------------------------------------------------------ model
     "actor_rollout_ref.hybrid_engine": do.hybrid,
     f"{MODEL}.path": do.path("model.model_path"),
@@ -86,6 +85,7 @@ RULES: dict[str, Rule] = {
     f"{MODEL}.exclude_modules": do.lora_key("exclude_modules"),
     # ------------------------------------------------------------------ actor
     f"{ACTOR}.strategy": do.strategy,
+    f"{MODEL}.use_remove_padding": to("trainer.row_layout", by=table.LAYOUT.get),
     f"{ACTOR}.ppo_mini_batch_size": via("prompts of an optimizer step", "buffer.batch_size"),
     f"{ACTOR}.ppo_micro_batch_size": do.micro(
         ACTOR, f"{ACTOR}.ppo_micro_batch_size_per_gpu", "trainer.micro_batch_size_per_gpu"
@@ -108,6 +108,7 @@ RULES: dict[str, Rule] = {
     ),
     f"{ACTOR}.policy_loss.kl_cov_ratio": do.loss_arg("kl_cov"),
     f"{ACTOR}.policy_loss.ppo_kl_coef": do.loss_arg("kl_cov"),
+    f"{ACTOR}.policy_loss.dro_beta": do.loss_arg("dro"),
     f"{ACTOR}.tau_pos": do.loss_arg("sapo"),
     f"{ACTOR}.tau_neg": do.loss_arg("sapo"),
     **{
@@ -141,7 +142,7 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}.fsdp_config.mixed_precision.param_dtype": do.compute_dtype,
     f"{ACTOR}.fsdp_config.mixed_precision.reduce_dtype": do.reduce_dtype,
     # ------------------------------------------------------------------ reference model
-    f"{REF}.strategy": do.same_strategy,
+    f"{REF}.strategy": do.strategy,
     f"{REF}.log_prob_micro_batch_size": do.micro(
         REF,
         f"{REF}.log_prob_micro_batch_size_per_gpu",
@@ -183,7 +184,8 @@ RULES: dict[str, Rule] = {
     },
     f"{ROLLOUT}.agent.default_agent_loop": play.agent_loop,
     # ------------------------------------------------------------------ critic
-    "critic.strategy": do.same_strategy,
+    "critic.strategy": do.strategy,
+    "critic.model.use_remove_padding": do.critic(to(f"{CRITIC}.row_layout", by=table.LAYOUT.get)),
     "critic.ppo_micro_batch_size": do.critic(
         do.micro(
             "critic", "critic.ppo_micro_batch_size_per_gpu", f"{CRITIC}.micro_batch_size_per_gpu"
@@ -259,7 +261,10 @@ RULES: dict[str, Rule] = {
     "algorithm.gamma": do.advantage_arg("gamma", "gae", "reinforce_plus_plus"),
     "algorithm.lam": do.advantage_arg("lam", "gae"),
     "algorithm.norm_adv_by_std_in_grpo": do.advantage_arg(
-        "norm_by_std", "grpo", "grpo_vectorized", "grpo_passk"
+        "norm_by_std", "grpo", "grpo_vectorized", "grpo_passk", "gdpo"
+    ),
+    **dict.fromkeys(
+        ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"), play.reward_parts
     ),
     "algorithm.kl_penalty": do.kl_name("kl_penalty_fn", "algorithm.use_kl_in_reward"),
     "algorithm.kl_ctrl.type": do.kl_arg(
@@ -342,16 +347,6 @@ RULES: dict[str, Rule] = {
     "--config-dir": ignored("where veRL's own configuration lies"),
 }
 
-_GUIDE = (  # written below trainer.trainer_config in the guide's examples
-    f"{MODEL}.use_remove_padding",
-    f"{MODEL}.enable_gradient_checkpointing",
-    f"{ACTOR}.ppo_micro_batch_size_per_gpu",
-    f"{ACTOR}.fsdp_config.param_offload",
-    f"{ACTOR}.fsdp_config.optimizer_offload",
-    f"{REF}.fsdp_config.param_offload",
-    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
-)
-RULES |= {key: to(*table.by_name()[key].targets, guide=PASSED) for key in _GUIDE}
 RULES[f"{ROLLOUT}.multi_turn.tool_config_path"] = only_if(
     play.turns, "one turn: multi_turn.enable is off", play.tool_file
 )
@@ -372,7 +367,7 @@ RULES |= {
 for _row in table.by_name().values():
     if _row.kind == "native" and _row.name not in RULES:
         if _row.name.startswith("critic."):
-            RULES[_row.name] = do.critic(to(_row.targets[0], guide=PASSED))
+            RULES[_row.name] = do.critic(to(_row.targets[0]))
         elif _row.name.startswith(f"{RM}."):
             RULES[_row.name] = play.rm(to(*_row.targets))
 
@@ -382,8 +377,7 @@ PATTERNS: tuple[tuple[str, Rule], ...] = (
     (f"{ROLLOUT}.engine_kwargs.sglang*", ignored("SGLang is not the engine")),
     (f"{ROLLOUT}.engine_kwargs.trtllm*", ignored("TensorRT-LLM is not the engine")),
     (f"{ACTOR}.policy_loss.clip_cov_*", do.loss_arg("clip_cov")),
-    (f"{ACTOR}.megatron.param_offload", to("trainer.param_offload")),
-    (f"{ACTOR}.megatron.optimizer_offload", to("trainer.optimizer_offload")),
+    (f"{ACTOR}.megatron.param_offload", to("trainer.offload_policy")),
     (
         "*.megatron.override_transformer_config*",
         only_if(lambda d: not megatron(d), ONE_MEGATRON, refused(ONLY_MEGATRON)),
@@ -427,6 +421,7 @@ PATTERNS: tuple[tuple[str, Rule], ...] = (
     ),
     ("trainer.*nsight_options.*", ignored(_NSIGHT)),
     ("*.profiler.*", ignored(_TRACE)),
+    ("trainer.npu_profile.*", ignored(_TRACE)),
     ("global_profiler.*", ignored(_TRACE)),
     ("*.trace.*", ignored(_TRACE)),
     ("*_target_", ignored(_INTERNAL)),
@@ -443,7 +438,7 @@ PATTERNS: tuple[tuple[str, Rule], ...] = (
     (f"{REF}.fsdp_config.*", ignored("follows the actor")),
     (
         "*.fsdp_config.grad_offload",
-        ignored("of early veRL, whose entropy_coeff was 0.001 where not given; changes no result"),
+        ignored("of veRL up to 0.2; changes no result"),
     ),
     *(
         (p, ignored("of another engine, or of what is off"))

@@ -15,6 +15,7 @@ from rft.extras.migrate.convert.draft import Draft
 from rft.extras.migrate.convert.names import ACTOR, CRITIC_ESTIMATORS, RM, ROLLOUT, estimator_name
 
 MAX_GPUS = 20_000
+MINI = f"{ACTOR}.ppo_mini_batch_size"
 
 
 def is_async(d: Draft) -> bool:
@@ -52,10 +53,10 @@ def colocated(d: Draft) -> bool:
 def _splits(d: Draft) -> bool:
     """Whether some number of engines leaves GPUs that the trainer's sequences divide over."""
     count, per_node = nodes(d)
-    left = count * per_node - reward_gpus(d)
+    remaining = count * per_node - reward_gpus(d)
     tp = _engine_gpus(d)
     sp = sequence_parallel(d)
-    return any((left - e * tp) % sp == 0 for e in range(1, (left - 1) // tp + 1))
+    return any((remaining - e * tp) % sp == 0 for e in range(1, (remaining - 1) // tp + 1))
 
 
 def _engine_gpus(d: Draft) -> int:
@@ -84,9 +85,33 @@ def has_critic(d: Draft) -> bool:
     return estimator_name(d) in CRITIC_ESTIMATORS
 
 
+def mini_batch(d: Draft) -> int:
+    """Prompts of an optimizer step; a written mini batch above the batch is the batch."""
+    mini = positive(d, MINI, 0)
+    return min(mini, d.whole("data.train_batch_size")) if _too_large(d) else mini
+
+
+def _too_large(d: Draft) -> bool:
+    batch = d.whole("data.train_batch_size")
+    return d.stated(MINI) and not is_async(d) and 0 < batch < d.whole(MINI)
+
+
+def ask_about_mini_batch(d: Draft) -> None:
+    """Say what a mini batch above the batch means, where one is written."""
+    if _too_large(d):
+        mini = d.whole(MINI)
+        batch = d.whole("data.train_batch_size")
+        d.questions.append(
+            f"{MINI} {mini} is larger than data.train_batch_size {batch}: releases that do not "
+            f"refuse it train the whole batch in one step, with the gradient divided by {mini}, "
+            f"{batch / mini:.3g} of the one here.  Adam hardly notices; a gradient is clipped later "
+            f"there.  Taken: {batch} prompts"
+        )
+
+
 def interval(d: Draft) -> int:
     """Optimizer steps of one veRL iteration, B / m.  Raises ConfigError where m does not divide B."""
-    mini = positive(d, f"{ACTOR}.ppo_mini_batch_size", 0)
+    mini = mini_batch(d)
     if is_async(d):
         return positive(d, "async_training.trigger_parameter_sync_step", 4) * positive(
             d, "async_training.require_batches"
@@ -100,16 +125,13 @@ def interval(d: Draft) -> int:
             f"{mini} does not divide {batch}{_default(d)}; an iteration must be whole "
             f"optimizer steps (veRL asserts it too)"
         )
-    key = f"{ACTOR}.ppo_mini_batch_size"
     raise ConfigError(
-        f"data.train_batch_size {batch}, {key} {mini}: {problem}", key=key, given=mini
+        f"data.train_batch_size {batch}, {MINI} {mini}: {problem}", key=MINI, given=mini
     )
 
 
 def _default(d: Draft) -> str:
-    unstated = [
-        k for k in (f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size") if not d.stated(k)
-    ]
+    unstated = [k for k in (MINI, "data.train_batch_size") if not d.stated(k)]
     return f" ({' and '.join(unstated)} is veRL's default)" if unstated else ""
 
 
@@ -154,34 +176,34 @@ def nodes(d: Draft) -> tuple[int, int]:
     """
     count = positive(d, "trainer.nnodes")
     per_node = positive(d, "trainer.n_gpus_per_node", 8)
-    others = theirs = 0
+    rollout_nodes = theirs = 0
     if apart(d):
-        others = positive(d, "rollout.nnodes")
+        rollout_nodes = positive(d, "rollout.nnodes")
         theirs = positive(d, "rollout.n_gpus_per_node", 8)
     elif d.flag(f"{RM}.enable") and d.flag(f"{RM}.enable_resource_pool"):
-        others = positive(d, f"{RM}.nnodes")
+        rollout_nodes = positive(d, f"{RM}.nnodes")
         theirs = positive(d, f"{RM}.n_gpus_per_node", 8)
-    total = count * per_node + others * theirs
+    total = count * per_node + rollout_nodes * theirs
     if total > MAX_GPUS:
         raise d.wrong(
             "trainer.nnodes", count, f"fewer: {total:,} GPUs in all are more than {MAX_GPUS:,}"
         )
-    if not others:
+    if not rollout_nodes:
         return count, per_node
     if per_node == theirs == 8:
-        return count + others, per_node
-    if count == others and per_node + theirs <= 8:
+        return count + rollout_nodes, per_node
+    if count == rollout_nodes and per_node + theirs <= 8:
         d.note(
-            f"trainer ({count} x {per_node} GPUs) and rollouter ({others} x {theirs}) are taken to "
+            f"trainer ({count} x {per_node} GPUs) and rollouter ({rollout_nodes} x {theirs}) are taken to "
             f"share {count} node(s) of "
             f"{per_node + theirs}; if they have nodes of their own, set cluster.node_num and "
             f"cluster.gpu_per_node"
         )
         return count, per_node + theirs
     if per_node == theirs:
-        return count + others, per_node
+        return count + rollout_nodes, per_node
     d.warn(
-        f"trainer ({count} x {per_node} GPUs) and rollouter ({others} x {theirs}) have different "
+        f"trainer ({count} x {per_node} GPUs) and rollouter ({rollout_nodes} x {theirs}) have different "
         f"nodes; the result counts {total} GPUs on "
         "one node: set cluster.node_num and cluster.gpu_per_node to what is there"
     )
@@ -214,7 +236,7 @@ def split(d: Draft, engine_num: int, auxiliary: int) -> Gpus:
     shared = colocated(d)
     trainer = count * per_node - auxiliary - (0 if shared else engine_num * tp)
     ranks = max(0, trainer // sequence_parallel(d))
-    rows = runs(d) * d.whole(f"{ACTOR}.ppo_mini_batch_size")
+    rows = runs(d) * mini_batch(d)
     dynamic = d.flag(f"{ACTOR}.use_dynamic_bsz")
     actor = None if dynamic else micro_batch(d)
     critic_dynamic = d.flag("critic.use_dynamic_bsz", dynamic)
@@ -247,8 +269,8 @@ def fits(d: Draft, gpus: Gpus) -> bool:
         return False
     if d.flag(f"{ACTOR}.use_dynamic_bsz"):
         return True
-    wanted = [m for m in (micro_batch(d), micro_batch(d, "critic") if has_critic(d) else None) if m]
-    return all(gpus.local_mini_batch % m == 0 for m in wanted)
+    sizes = [m for m in (micro_batch(d), micro_batch(d, "critic") if has_critic(d) else None) if m]
+    return all(gpus.local_mini_batch % m == 0 for m in sizes)
 
 
 def whole_nodes(d: Draft, trainer: int) -> bool:
@@ -275,10 +297,10 @@ def choose_engines(d: Draft, auxiliary: int) -> int:
         )
     first = max(1, count * per_node // 4 // tp)
     most = (count * per_node - auxiliary - 1) // tp
-    whole = [
+    divisors = [
         e for e in range(first, most + 1) if whole_nodes(d, count * per_node - e * tp - auxiliary)
     ] or [first]
-    return next((e for e in whole if d.exact and fits(d, split(d, e, auxiliary))), whole[0])
+    return next((e for e in divisors if d.exact and fits(d, split(d, e, auxiliary))), divisors[0])
 
 
 def _whole(rows: int | None, parts: int | None) -> int | None:

@@ -19,7 +19,14 @@ from rft.config.resolve import resolve
 from rft.config.schema.source import dotted
 from rft.errors import ConfigError, ConfigErrors
 from rft.extras.migrate.compat.keys import verl_keys as table
-from rft.extras.migrate.convert import defaults, key_groups, verl_eval, verl_generation, verl_sft
+from rft.extras.migrate.convert import (
+    defaults,
+    key_groups,
+    releases,
+    verl_eval,
+    verl_generation,
+    verl_sft,
+)
 from rft.extras.migrate.convert.draft import (
     KINDS,
     ArgumentOutcome,
@@ -71,29 +78,26 @@ def convert(
     profile: Profile = "exact",
     engine_num: int | None = None,
     overrides: Sequence[str] = (),
+    release: str = "",
 ) -> Conversion:
-    """Raises ConfigError(s) for sizes that do not fit and for overrides that are no keys."""
+    """Convert a launch, with the defaults of a `release` of veRL; "": of the one that its arguments
+    tell.
+
+    Raises ConfigError(s) for sizes that do not fit and for overrides that are no keys.
+    """
     if engine_num is not None and engine_num < 1:
         raise ConfigError(
             f"given {engine_num}; must be at least 1", key="--engine-num", given=engine_num
         )
     overridden = tuple(o.partition("=")[0].strip() for o in overrides)
-    own = _own(launch)
-    read = _renamed(launch.program, _opened(launch.arguments, own))
-    arguments, questions = _parameters(read, own)
-    d = Draft(
-        dataclasses.replace(launch, arguments=arguments),
-        profile,
-        engine_num,
-        overridden,
-        questions=questions,
-        own=own,
-    )
+    d = _read(launch, release)
+    d.profile, d.engine_num, d.overridden = profile, engine_num, overridden
     d.colocate = any(o.replace(" ", "") == "mode=colocate" for o in overrides)
     command = verl_eval.command(d) if launch.program == "main_eval" else ""
     prepare, outcome, finish = _FAMILIES.get(launch.program, (_prepare, _outcome, _finish))
     gpus = prepare(d)
-    pairs = [*((a, a) for a in launch.options), *zip(launch.arguments, arguments, strict=False)]
+    read = zip(launch.arguments, d.launch.arguments, strict=False)
+    pairs = [*((a, a) for a in launch.options), *read]
     rows = tuple(ArgumentRow(a, _account(d, b, outcome)) for a, b in pairs)
     finish(d)
     for text in launch.notes:
@@ -120,6 +124,40 @@ def convert(
         errors=errors,
         counts={k: kinds.count(k) for k in KINDS},
     )
+
+
+def draft(launch: Launch, **options: Any) -> Conversion:
+    """Convert a launch as `convert` does; an argument that has no place beside the others counts as
+    not written, and is refused for that reason.
+    """
+    while True:
+        try:
+            return convert(launch, **options)
+        except ConfigError as e:
+            reasons = {
+                a.key: x.message
+                for x in e.errors
+                for a in launch.arguments
+                if not a.unknown and (a.key == x.key or a.key in x.message)
+            }
+            if not reasons:
+                raise
+        arguments = (
+            dataclasses.replace(a, value=None, unknown=reasons[a.key]) if a.key in reasons else a
+            for a in launch.arguments
+        )
+        launch = dataclasses.replace(launch, arguments=tuple(arguments))
+
+
+def _read(launch: Launch, release: str) -> Draft:
+    """An empty draft of the launch, whose arguments have today's names and no references."""
+    release, asked = releases.decide(launch, release)
+    own = releases.defaults(release, launch) | _own(launch)
+    arguments, questions = _parameters(
+        _renamed(launch.program, _opened(launch.arguments, own)), own
+    )
+    launch = dataclasses.replace(launch, arguments=arguments)
+    return Draft(launch, questions=[*asked, *questions], own=own, release=release)
 
 
 def _own(launch: Launch) -> dict[str, Any]:
@@ -158,20 +196,20 @@ def _nothing(d: Draft) -> None:
 
 
 def _parameters(
-    arguments: Sequence[Argument], own: dict[str, Any]
+    arguments: Sequence[Argument], program_defaults: dict[str, Any]
 ) -> tuple[tuple[Argument, ...], list[str]]:
     """Numbers and switches that only the environment or the machine tells get veRL's default, and a
-    question; texts stay as they are.
+    question; texts stay as they are, and what nothing else is computed from.
     """
     done = []
     questions = []
     for a in arguments:
-        default = own.get(a.key, table.default(a.key, ASYNC))
+        default = program_defaults.get(a.key, table.default(a.key, ASYNC))
         value = str(a.value)
+        alone = _ALONE.fullmatch(a.key) and _ENV.fullmatch(value)
         empty = a.value is not None and not value.strip() and default not in (None, "")
-        if empty or (
-            isinstance(default, bool | int | float) and ("${oc.env:" in value or a.machine)
-        ):
+        told = "${oc.env:" not in value and not a.machine
+        if empty or not (told or alone or not isinstance(default, bool | int | float)):
             names = ", ".join(f"${v}" for v in a.variables)
             whence = f"left to {names}, which the script does not set" if names else "empty"
             if a.machine:
@@ -186,12 +224,16 @@ def _parameters(
     return tuple(done), questions
 
 
-def _opened(arguments: Sequence[Argument], own: dict[str, Any]) -> tuple[Argument, ...]:
+def _opened(
+    arguments: Sequence[Argument], program_defaults: dict[str, Any]
+) -> tuple[Argument, ...]:
     """Without older names and references; a group given as a mapping counts as its leaves, beside
     itself.
     """
     named = [dataclasses.replace(a, key=table.ALIASES.get(a.key, a.key)) for a in arguments]
-    plain = opened(named, {key: table.default(key, ASYNC) for key in table.by_name(ASYNC)} | own)
+    arguments_opened = opened(
+        named, {key: table.default(key, ASYNC) for key in table.by_name(ASYNC)} | program_defaults
+    )
     # without do_sample
     alone = [
         a
@@ -201,18 +243,18 @@ def _opened(arguments: Sequence[Argument], own: dict[str, Any]) -> tuple[Argumen
     sampled = [
         dataclasses.replace(a, key=f"{ROLLOUT}.val_kwargs.do_sample", value=True) for a in alone
     ]
-    return (*plain, *(leaf for a in plain for leaf in _inside(a)), *sampled)
+    return (*arguments_opened, *(leaf for a in arguments_opened for leaf in _inside(a)), *sampled)
 
 
 def _inside(a: Argument) -> list[Argument]:
     if not isinstance(a.value, dict) or not any(k.startswith(f"{a.key}.") for k in KNOWN):
         return []
-    found = []
+    leaves = []
     for key, value in a.value.items():
         name = f"{a.key}.{key}"
-        one = dataclasses.replace(a, key=table.ALIASES.get(name, name), value=value)
-        found += _inside(one) or [one]
-    return found
+        leaf = dataclasses.replace(a, key=table.ALIASES.get(name, name), value=value)
+        leaves += _inside(leaf) or [leaf]
+    return leaves
 
 
 # Newer versions of veRL have all of rewards in one section, and read the older names as well; the
@@ -227,14 +269,17 @@ _NEWER_SECTIONS = {
     "critic.fsdp": "critic.model.fsdp_config",
     "reward.custom_reward_function": "custom_reward_function",
     "reward.reward_model": RM,
+    "sandbox_fusion": f"{RM}.sandbox_fusion",
     **{f"reward.{name}": f"{RM}.{name}" for name in ("reward_kwargs", "sandbox_fusion")},
 }
 
 
 def _renamed(program: str, arguments: Sequence[Argument]) -> tuple[Argument, ...]:
     """The arguments under the names that rules have for them."""
-    own: Any = {"sft_trainer": verl_sft, "generation": verl_generation}.get(program)
-    names, sections = (own.RENAMED, own.SECTIONS) if own is not None else (_NEWER, _NEWER_SECTIONS)
+    module: Any = {"sft_trainer": verl_sft, "generation": verl_generation}.get(program)
+    names, sections = (
+        (module.RENAMED, module.SECTIONS) if module is not None else (_NEWER, _NEWER_SECTIONS)
+    )
 
     def name(key: str) -> str:
         begin = next((s for s in sections if key.startswith(f"{s}.")), None)
@@ -292,30 +337,33 @@ def _override(d: Draft, override: str) -> None:
         d.note(f"--set {key}=null: our default holds")
 
 
+_ALONE = re.compile(r".*\.optim\.(lr|weight_decay)")
 _ENV = re.compile(r"\$\{oc\.(env|decode)[^}]*\}")
 
 
 def _checked(d: Draft, overridden: tuple[str, ...]) -> tuple[str, ...]:
     """What stage 1 of `rft check` says to the result, on a machine where the variables are set."""
 
-    def plain(value: Any) -> Any:
+    def resolved(value: Any, name: str = "") -> Any:
         if isinstance(value, dict):
-            return {k: plain(v) for k, v in value.items()}
+            return {k: resolved(v, k) for k, v in value.items()}
         if isinstance(value, list):
-            return [plain(v) for v in value]
+            return [resolved(v) for v in value]
+        if name in ("lr", "weight_decay") and isinstance(value, str) and _ENV.fullmatch(value):
+            return 0.1
         return _ENV.sub("env", value) if isinstance(value, str) else value
 
     try:
-        plan = resolve(from_dict(plain(d.values)), Facts(gpus=0))
+        plan = resolve(from_dict(resolved(d.values)), Facts(gpus=0))
     except ConfigError as e:
-        found = e.errors
-        if mine := [
+        problems = e.errors
+        if overridden_errors := [
             x
-            for x in found
+            for x in problems
             if x.key and any(x.key.startswith(o) or o.startswith(x.key) for o in overridden)
         ]:
-            raise ConfigErrors(mine) from None
-        return tuple(str(x) for x in found)
+            raise ConfigErrors(overridden_errors) from None
+        return tuple(str(x) for x in problems)
     for text in plan.warnings:
         d.warn(f"rft check: {text}")
     return ()

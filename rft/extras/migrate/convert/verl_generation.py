@@ -119,9 +119,9 @@ def finish(d: Draft) -> None:
 
 
 def outcome(d: Draft, a: Argument) -> ArgumentOutcome:
-    known = (
+    score = (
         {*RULES, a.key} if (rule := RULES.get(a.key) or rule_of(a.key)) is not None else set(RULES)
     )
     if a.key.startswith("actor."):
         return ArgumentOutcome("ignored", "nothing is trained")
-    return account(d, a, rule, known)
+    return account(d, a, rule, score)

@@ -139,8 +139,8 @@ def prepare(d: Draft) -> None:
 
 def _held_out(d: Draft, trained: str) -> str | None:
     """The split that validation reads, where its file stands beside the training file."""
-    given = d.given["data.val_files"].value if d.stated("data.val_files") else None
-    file = str(given[0]) if isinstance(given, list) and given else str(given or "")
+    val_files = d.given["data.val_files"].value if d.stated("data.val_files") else None
+    file = str(val_files[0]) if isinstance(val_files, list) and val_files else str(val_files or "")
     same_kind = posixpath.splitext(file)[1] == posixpath.splitext(trained)[1]
     if (
         not file
@@ -170,20 +170,20 @@ def _cluster(d: Draft) -> None:
 
 def _put_started(d: Draft, key: str, target: str, launched: tuple[str, str] | None) -> int:
     count = positive(d, key)
-    why = key_groups.said_by(d, key)
+    reason = key_groups.said_by(d, key)
     if launched is not None:
         option, value = launched
         if value.isdecimal() and int(value) > 0:
             if d.stated(key) and int(value) != count:
                 d.warn(f"{key} {count} is not what {option} {value} starts; {target} is {value}")
             count = int(value)
-            why = option
+            reason = option
         elif target not in d.overridden:
             d.warn(
-                f"{option} {value} is no number that the script tells; {target} {count} is {why}: "
+                f"{option} {value} is no number that the script tells; {target} {count} is {reason}: "
                 f"--set {target}=N"
             )
-    d.put(target, count, why)
+    d.put(target, count, reason)
     return count
 
 
@@ -259,6 +259,7 @@ RULES: dict[str, Rule] = {
         "the chat template decides",
         to("model.enable_thinking"),
     ),
+    "use_remove_padding": to("trainer.row_layout", by=table.LAYOUT.get),
     "data.balance_dp_token": always("rows are always dealt by tokens"),
     "model.partial_pretrain": do.path("model.model_path"),
     "model.fsdp_config.model_dtype": do.model_dtype,

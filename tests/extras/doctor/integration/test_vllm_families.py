@@ -18,7 +18,7 @@ from rft.engine.vllm import VllmEngine
 from rft.engine.vllm_args import engine_args
 from rft.extras.doctor import model_check
 from rft.testing.engine_contract import ask
-from rft.trainer.learner import Learner
+from rft.trainer.loop.learner import Learner
 from rft.trainer.settings import LearnerSettings
 from tests.helpers import families
 
@@ -26,7 +26,7 @@ from tests.helpers import families
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.mark.parametrize("family", ["olmoe", "gemma3_text"])
+@pytest.mark.parametrize("family", ["olmoe", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_a_family_is_served_through_a_weight_sync(family: str, tmp_path: Path) -> None:
     """Two versions of a trainer: hashes, layer probes and canary of each, and tokens against plain
     rows of transformers.

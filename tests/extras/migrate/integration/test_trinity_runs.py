@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rft.extras.migrate.convert_command import trinity
 from rft.monitor.read import read, series
 from tests.helpers import runs
 
@@ -232,6 +233,7 @@ def test_a_file_with_its_own_workflow_trains(
     (tmp_path / "file.yaml").write_text(
         YAML.format(name=name, workflow=workflow, algorithm=algorithm, auxiliary=auxiliary)
     )
+    trinity(tmp_path / "file.yaml", out=tmp_path / "run.yaml")
     places = {
         "CHECKPOINT_ROOT_DIR": tmp_path / "runs",
         "MODEL_PATH": tiny_model,
@@ -240,7 +242,7 @@ def test_a_file_with_its_own_workflow_trains(
     env = {f"TRINITY_{key}": str(value) for key, value in places.items()}
     dtype = ("explorer.auxiliary_models[0].dtype=float32",) if auxiliary else ()
     run = runs.Run(
-        *("run", "--config", str(tmp_path / "file.yaml"), *SMALL, *dtype),
+        *("run", "--config", str(tmp_path / "run.yaml"), *SMALL, *dtype),
         env={**env, "PYTHONPATH": f"{runs.ROOT}:{tmp_path}"},
     )
     assert run.end() == 0, run.output

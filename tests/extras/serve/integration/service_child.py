@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rft.engine.scripted import ScriptedEngine
 from rft.errors import DeadlineExceeded
-from rft.trainer import manifest as manifests
-from rft.trainer.checkpoints import Checkpoints
+from rft.trainer.checkpoint import manifest as manifests
+from rft.trainer.checkpoint.checkpoints import Checkpoints
 from rft.types.ids import Version
 from tests.extras.serve.serving import started
 

@@ -8,6 +8,8 @@ import asyncio
 import json
 import random
 import socket
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import pytest
 from rft.extras.serve.access import ENVIRONMENT
 from rft.extras.serve.client import AsyncClient, Client
 from rft.monitor.read import read, series
-from rft.trainer import manifest as manifests
+from rft.trainer.checkpoint import manifest as manifests
 from tests.extras.serve.serve_clients import Persistent
 from tests.helpers import runs
 
@@ -64,14 +66,16 @@ async def address(root: Path, run: Any, timeout_s: float = 180.0, part: str = ""
                 await asyncio.sleep(0.1)
 
 
-async def play(rft: AsyncClient, task: str, reward: float, text: str = "ab1") -> str:
+async def play(rft: AsyncClient, task: str, reward: float, *texts: str) -> str:
+    """Each of `texts` begins a conversation of its own."""
     session = await rft.session(task_id=task)
     async with openai.AsyncOpenAI(
         base_url=session.base_url, api_key=session.api_key, max_retries=0
     ) as model:
-        await model.chat.completions.create(
-            model="policy", messages=[{"role": "user", "content": text}]
-        )
+        for text in texts or ("ab1",):
+            await model.chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": text}]
+            )
     await rft.reward(session, reward)
     return session.id
 
@@ -147,6 +151,45 @@ def test_a_model_learns_from_rewards_that_are_posted(launch, tiny_model, tmp_pat
     assert sum(v for _, v in series(values, "sync/requests_aborted")) == 0
     assert manifests.latest(folder(tmp_path) / "checkpoints").version.step == 3
     assert not (folder(tmp_path) / "serve.json").exists() and KEY not in run.output
+
+
+@pytest.mark.parametrize("norm_by_std", [False, True])
+def test_conversations_of_a_session_share_the_advantage_of_their_run(
+    launch: Any, tiny_model: Path, tmp_path: Path, norm_by_std: bool
+) -> None:
+    """A solved session of one conversation and a failed one of three are two runs: +0.5 and -0.5, over
+    their standard deviation +0.7071 and -0.7071.
+    """
+    run = serve(
+        launch,
+        tiny_model,
+        tmp_path,
+        "--in-process",
+        "trainer.total_steps=1",
+        "monitor.keep_trainer_logprobs=true",
+        f"algorithm.advantage_fn_args.norm_by_std={str(norm_by_std).lower()}",
+    )
+
+    async def play_all() -> None:
+        async with AsyncClient(await address(tmp_path, run), KEY) as rft:
+            for task in ("a", "b"):
+                await play(rft, task, 1.0)
+                await play(rft, task, 0.0, "ab1", "cd2", "ef3")
+
+    asyncio.run(play_all())
+    assert run.end(120) == 0, run.output
+    with closing(sqlite3.connect(folder(tmp_path) / "buffer/experience_buffer.db")) as ledger:
+        rows = ledger.execute(
+            "SELECT e.group_id, e.reward, min(t.advantage), max(t.advantage) FROM v_experiences e "
+            "JOIN v_tokens t ON t.id = e.id WHERE t.advantage IS NOT NULL GROUP BY e.id"
+        ).fetchall()
+        means = {mean for (mean,) in ledger.execute("SELECT reward_mean FROM v_groups")}
+    size = 0.5 / 0.5**0.5 if norm_by_std else 0.5
+    for group in {group for group, *_ in rows}:
+        found = sorted((reward, low, high) for g, reward, low, high in rows if g == group)
+        expected = [(0.0, -size, -size)] * 3 + [(1.0, size, size)]
+        assert found == [pytest.approx(row, abs=2e-6) for row in expected]
+    assert len(rows) == 8 and means == {0.5}
 
 
 def test_its_one_listener_is_on_loopback(launch, tiny_model, tmp_path):

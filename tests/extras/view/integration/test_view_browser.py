@@ -122,7 +122,7 @@ def test_a_chart_that_is_a_hair_wide_is_drawn(address: str) -> None:
 
 
 def test_a_newcomers_minute(address: str) -> None:
-    """The clicks that docs/howto/view.md writes down: the worst answer of step 10, why it got its
+    """The clicks that docs/howto/see-a-run.md writes down: the worst answer of step 10, why it got its
     reward, which weights wrote it.
     """
     with browser() as window:
@@ -338,6 +338,16 @@ class Walk:
             != before
         )
         self.fits()
+
+
+def test_a_report_fits_a_phone(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["report", str(folder / "p" / "g" / "stored"), "-o", str(out)])
+    assert ended.value.code in (None, 0)
+    with browser(size="phone") as window:
+        window.get(out.as_uri())
+        assert window.execute_script("return document.documentElement.scrollWidth") <= 390
 
 
 def test_hostile_texts_do_nothing_in_a_browser(tmp_path: Path) -> None:

@@ -1,3 +1,1 @@
-"""What related tools call the keys of a configuration.  `rft.config.foreign` finds these files as
-built-in plugins are found.
-"""
+"""What related tools call the keys of a configuration."""

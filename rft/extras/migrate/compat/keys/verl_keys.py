@@ -26,6 +26,9 @@ MAIN = frozenset({*range(1, 17), 22})
 have, 23 those of sft_trainer.
 """
 
+LAYOUT = {True: "auto", False: "padded"}
+"""use_remove_padding -> row_layout."""
+
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
 _REF = "actor_rollout_ref.ref"
@@ -61,6 +64,8 @@ ALIASES = {  # other spellings of veRL's own, older and newer ones
         f"{_RM}.overlong_buffer.{n}": f"{_RM}.reward_kwargs.overlong_buffer_cfg.{n}"
         for n in ("enable", "len", "log", "penalty_factor")
     },
+    "data.tool_config_path": f"{_ROLLOUT}.multi_turn.tool_config_path",
+    "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
     "reward_manager": f"{_RM}.reward_manager",
     "reward_manager.name": f"{_RM}.reward_manager",
     "ray_kwargs.ray_init.num_cpus": "ray_init.num_cpus",
@@ -121,11 +126,11 @@ def by_path() -> dict[str, Row]:
 @cache
 def by_target() -> dict[str, tuple[Row, ...]]:
     """Schema key, option or metric → the rows that became it, list indexes written []."""
-    found: dict[str, list[Row]] = {}
+    targets: dict[str, list[Row]] = {}
     for row in rows():
         for target in row.targets:
-            found.setdefault(re.sub(r"\[\w*\]", "[]", target), []).append(row)
-    return {target: tuple(of) for target, of in found.items()}
+            targets.setdefault(re.sub(r"\[\w*\]", "[]", target), []).append(row)
+    return {target: tuple(target_rows) for target, target_rows in targets.items()}
 
 
 @cache
@@ -133,34 +138,34 @@ def by_name(sections: frozenset[int] = MAIN) -> dict[str, Row]:
     """Rows of some sections by their path.  Where a name occurs twice the first one holds: the FSDP
     form before the Megatron form.
     """
-    found: dict[str, Row] = {}
+    by_path: dict[str, Row] = {}
     for row in rows():
         if row.section in sections:
-            found.setdefault(row.path, row)
-    return found
+            by_path.setdefault(row.path, row)
+    return by_path
 
 
 def default(key: str, sections: frozenset[int] = MAIN) -> Any:
     """veRL's default of a key; None if it has none."""
-    found = by_name(sections).get(key)
-    return _value(found.default) if found else None
+    row = by_name(sections).get(key)
+    return _value(row.default) if row else None
 
 
-def nearest(key: str, known: Collection[str]) -> str:
+def nearest(key: str, keys: Collection[str]) -> str:
     """The known key that was probably meant: the same last name elsewhere, or a similar one; "" if
     none is near.
     """
     last = key.rsplit(".", 1)[-1]
-    if moved := [k for k in known if k.rsplit(".", 1)[-1] == last]:
+    if moved := [k for k in keys if k.rsplit(".", 1)[-1] == last]:
         close = difflib.get_close_matches(key, moved, n=1, cutoff=0.3)
     else:  # the groups alone may not make two keys similar
         alike = set(
             difflib.get_close_matches(
-                last, sorted({k.rsplit(".", 1)[-1] for k in known}), n=20, cutoff=0.6
+                last, sorted({k.rsplit(".", 1)[-1] for k in keys}), n=20, cutoff=0.6
             )
         )
         close = difflib.get_close_matches(
-            key, [k for k in known if k.rsplit(".", 1)[-1] in alike], n=1, cutoff=0.6
+            key, [k for k in keys if k.rsplit(".", 1)[-1] in alike], n=1, cutoff=0.6
         )
     return close[0] if close else ""
 

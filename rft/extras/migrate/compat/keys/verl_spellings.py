@@ -1,9 +1,7 @@
-"""`trainer.trainer_config.<veRL path>`: veRL's own spelling of a key, moved to the native key
-before anything is validated.
+"""`trainer.trainer_config.<veRL path>`: veRL's own spelling of a key, moved to the native key.
 
-Knows veRL's table and no schema.  Invariant: afterwards no `trainer_config` is left, every value in
-it has been moved, ignored with a warning, or refused, and a moved value keeps the line that it was
-written on.
+Knows veRL's table and no schema.  Invariant: afterwards there is no `trainer_config`; every value
+below it has been moved, dropped with its reason, or refused.
 """
 
 from __future__ import annotations
@@ -12,40 +10,35 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rft.config.foreign import ForeignKeys, Origins
 from rft.config.schema.source import Loc, dotted
 from rft.config.yamlfile import scalar
 from rft.errors import ConfigError, raise_all
-from rft.extras.migrate.compat.keys.verl_keys import ALIASES, Row, by_path, nearest
+from rft.extras.migrate.compat.keys.verl_keys import ALIASES, LAYOUT, Row, by_path, nearest
 
 HERE = ("trainer", "trainer_config")
 # the flat form: trainer_config.actor.* for trainer_config.actor_rollout_ref.actor.*
 _GROUPS = ("actor", "model", "ref", "rollout")
 # any key may stand below
 _OPEN = ("actor_rollout_ref.model.override_config", "actor_rollout_ref.rollout.engine_kwargs.vllm")
-_MINI_BATCH = (
-    "is not an option of the trainer: a train step has buffer.batch_size tasks (veRL's "
-    "ppo_mini_batch_size, in prompts) and "
-    "buffer.train_batch_size = batch_size x repeat_times experiences; write those, and remove this"
-)
+_SET_BY_ITSELF = {  # what Trinity-RFT writes over, whatever stands there
+    "ppo_mini_batch_size": "a step has buffer.batch_size tasks and buffer.train_batch_size rows",
+    "total_training_steps": "buffer.total_steps, or the rows there are, end a run",
+}
 # other names of the same choice; a name that is not listed stays as it is
 _VALUES: dict[str, dict[Any, Any]] = {
-    "actor_rollout_ref.actor.strategy": {"fsdp": "fsdp2"},
-    "actor_rollout_ref.ref.strategy": {"fsdp": "fsdp2"},
-    "critic.strategy": {"fsdp": "fsdp2"},
     "actor_rollout_ref.actor.kl_loss_type": {"kl": "k1", "mse": "k2", "k3": "low_var_kl"},
     "actor_rollout_ref.rollout.name": {"hf": "transformers"},
+    "actor_rollout_ref.model.use_remove_padding": LAYOUT,
+    "critic.model.use_remove_padding": LAYOUT,
 }
 _SAME = {  # derived rows that are another name of their target, value for value
     "actor_rollout_ref.actor.optim.clip_grad",
     "actor_rollout_ref.actor.optim.lr_decay_style",
-    "actor_rollout_ref.ref.strategy",
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
     "actor_rollout_ref.rollout.name",
     "actor_rollout_ref.rollout.prompt_length",
     "actor_rollout_ref.rollout.response_length",
     "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz",
-    "critic.strategy",
     "critic.shuffle",
     "critic.loss_agg_mode",
     "critic.checkpoint.save_contents",
@@ -56,109 +49,102 @@ _SAME = {  # derived rows that are another name of their target, value for value
     "critic.model.external_lib",
     "critic.model.fsdp_config.fsdp_size",
 }
-_OWN = ("trainer.", "algorithm.", "data.", "reward_model.", "ray_init.")
+_OWN = (
+    "trainer.",
+    "algorithm.",
+    "data.",
+    "reward_model.",
+    "ray_init.",
+    "custom_reward_function.",
+)
 """Groups that Trinity-RFT fills in from its own keys; of them only what `_HONOURED` names is read.
 """
 _HONOURED = ("trainer.critic_warmup", "trainer.balance_batch", "trainer.max_actor_ckpt_to_keep")
 _CORRECTION = "algorithm.rollout_correction."
-_REFERENCE = re.compile(r"\$\{trainer\.trainer_config\.([\w.]+)\}")
+_INNER = re.compile(r"\$\{trainer\.trainer_config\.([\w.]+)\}")
 _MEGATRON = re.compile(r"(^|\.)megatron(\.|$)")
 
 Values = dict[str, Any]
+Where = Callable[[Loc], str]
+"""Returns "line 12" for the place of a key, "" for an unknown one."""
 
 
-class VerlKeys(ForeignKeys):
-    def expand(
-        self, values: Values, origins: Origins, same_layer: Callable[[Loc], bool]
-    ) -> list[str]:
-        """Moves what stands below trainer.trainer_config in `values` and `origins`; what was
-        ignored, as warnings.
+def move_trainer_config(
+    values: Values, where: Where
+) -> tuple[list[tuple[Loc, str]], dict[Loc, str]]:
+    """Move what stands below trainer.trainer_config in `values` to the native keys.
 
-        A native key that is written too, with another value, is an error if `same_layer` says that
-        it was written in the same place; otherwise it is an earlier layer (a base file under the
-        file, the file under an override) and gives way. Raises ConfigError or ConfigErrors.
-        """
-        trainer = values.get("trainer")
-        if not isinstance(trainer, dict) or "trainer_config" not in trainer:
-            return []
-        given = trainer.pop("trainer_config")
-        where = {at: o for at, o in origins.items() if at[:2] == HERE}
-        for at in where:
-            del origins[at]
-        if given is None:
-            return []
-        if not isinstance(given, dict):
-            raise ConfigError(
-                "must be a mapping of veRL's keys, such as actor_rollout_ref",
-                key=dotted(HERE),
-                given=given,
-            )
-        warnings: list[str] = []
-        idle: dict[str, str] = {}  # sections without effect: why
-        errors: list[ConfigError] = []
-        moved: dict[str, tuple[Loc, Any]] = {}
-        refuse_megatron(given, where)
-        for loc, name, value in _leaves(given, ()):
-            if _MEGATRON.search(name):
-                idle[dotted((*HERE, *loc[: loc.index("megatron") + 1]))] = (
-                    "trainer.trainer_strategy is fsdp2"
-                )
+    Returns (moved, dropped): pairs of (place, native key), and the reason by place.  Raises
+    ConfigErrors with everything that has no native key, or that differs from a native key which is
+    written too.
+    """
+    trainer = values.get("trainer")
+    if not isinstance(trainer, dict) or "trainer_config" not in trainer:
+        return [], {}
+    config = trainer.pop("trainer_config")
+    if config is None:
+        return [], {}
+    if not isinstance(config, dict):
+        text = "must be a mapping of veRL's keys, such as actor_rollout_ref"
+        raise ConfigError(text, key=dotted(HERE), given=config)
+    refuse_megatron(config, where)
+    dropped: dict[Loc, str] = {}
+    moved: list[tuple[Loc, str]] = []
+    errors: list[ConfigError] = []
+    for path, name, value in _leaves(config, ()):
+        loc: Loc = (*HERE, *path)
+        if _MEGATRON.search(name):
+            section = loc[: loc.index("megatron") + 1]
+            dropped[section] = "the one trainer is FSDP2"
+            continue
+        if value == {} or (value is None and any(n.startswith(f"{name}.") for n in _known())):
+            continue  # an empty group
+        try:
+            value = _referred(value, config)
+            target = _target(name, value)
+            if target is None:
+                dropped[loc] = _why_ignored(name)
                 continue
-            if value == {} or (value is None and any(n.startswith(f"{name}.") for n in _known())):
-                continue  # an empty group
-            written = (*HERE, *loc)
-            origin = next(
-                (o for at, o in where.items() if at[: len(written)] == written[: len(at)]), ""
-            )
-            try:
-                target = _target(name, value)
-                if target is None:
-                    warnings.append(f"{dotted(written)} is ignored: {_why_ignored(name)}")
-                    continue
-                key = target[0]
-                new = _pointed(target[1])
-                if key in moved and moved[key][1] != new:
-                    other, earlier = moved[key]
-                    raise _differs(value, dotted(other), earlier, key, origin)
-                moved[key] = (written, new)
-                put(values, origins, key, new, written, origin, same_layer)
-            except ConfigError as e:
-                errors.append(
-                    ConfigError(
-                        e.message + (f"  ({origin})" if origin else ""),
-                        key=dotted(written),
-                        given=value,
-                    )
-                )
-        raise_all(errors)
-        return warnings + [f"{section} has no effect: {why}" for section, why in idle.items()]
+            key, new = target[0], _pointed(target[1])
+            earlier = next((dotted(other) for other, k in moved if k == key), key)
+            put(values, key, new, earlier, where)
+            moved.append((loc, key))
+        except ConfigError as e:
+            line = f"  ({where(loc)})" if where(loc) else ""
+            errors.append(ConfigError(e.message + line, key=dotted(loc), given=value))
+    raise_all(errors)
+    return moved, dropped
 
 
-def refuse_megatron(given: Values, where: Origins) -> None:
-    """One error for a whole configuration of Megatron."""
-    for at, name, value in _leaves(given, ()):
+def refuse_megatron(config: Values, where: Where) -> None:
+    """Raise one error for a whole configuration of Megatron."""
+    for path, name, value in _leaves(config, ()):
         if name.endswith(".strategy") and str(value).strip().lower() == "megatron":
             text = (
                 "Megatron is not offered: leave out strategy and the sections called megatron; "
                 "the trainer is FSDP2"
             )
-            line = where.get((*HERE, *at), "")
+            line = where((*HERE, *path))
             raise ConfigError(
-                text + (f"  ({line})" if line else ""), key=dotted((*HERE, *at)), given=value
+                text + (f"  ({line})" if line else ""), key=dotted((*HERE, *path)), given=value
             )
 
 
 def _pointed(value: Any) -> Any:
     """References to keys below trainer_config as references to the native keys."""
 
-    def moved(found: re.Match[str]) -> str:
-        row = native(found[1])
-        return f"${{{row.targets[0]}}}" if row is not None and len(row.targets) == 1 else found[0]
+    def moved(reference: re.Match[str]) -> str:
+        row = native(reference[1])
+        return (
+            f"${{{row.targets[0]}}}" if row is not None and len(row.targets) == 1 else reference[0]
+        )
 
-    return _REFERENCE.sub(moved, value) if isinstance(value, str) else value
+    return _INNER.sub(moved, value) if isinstance(value, str) else value
 
 
 def _why_ignored(name: str) -> str:
+    if text := _SET_BY_ITSELF.get(name.rpartition(".")[2]):
+        return text
     if "hybrid_engine" in name:
         return "mode says whether engines and trainer share their GPUs"
     if name.startswith(_OWN) and name not in _HONOURED:
@@ -176,8 +162,8 @@ def native(name: str) -> Row | None:
     `trainer.trainer_config.`, flat or not).
     """
     name = name.removeprefix("trainer.trainer_config.")
-    found = by_path().get(_full(name))
-    return found or by_path().get(name)
+    row = by_path().get(_full(name))
+    return row or by_path().get(name)
 
 
 def _full(name: str) -> str:
@@ -185,15 +171,15 @@ def _full(name: str) -> str:
     return ALIASES.get(name, name)
 
 
-def _leaves(given: Any, loc: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str, Any]]:
+def _leaves(config: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str, Any]]:
     """(keys as written, veRL's full name, value) of everything below trainer_config."""
-    name = _full(".".join(loc))
+    name = _full(".".join(path))
     row_of_its_own = name in by_path() and not any(n.startswith(f"{name}.") for n in by_path())
-    if isinstance(given, dict) and given and not row_of_its_own:
-        for k, v in given.items():
-            yield from _leaves(v, (*loc, str(k)))
+    if isinstance(config, dict) and config and not row_of_its_own:
+        for k, v in config.items():
+            yield from _leaves(v, (*path, str(k)))
     else:
-        yield loc, name, given
+        yield path, name, config
 
 
 def _known() -> list[str]:
@@ -210,8 +196,8 @@ def _target(name: str, value: Any) -> tuple[str, Any] | None:
     """(native key, value for it), or None for what is ignored.  Raises ConfigError for what is
     neither.
     """
-    if name.rpartition(".")[2] == "ppo_mini_batch_size":
-        raise ConfigError(_MINI_BATCH)
+    if name.rpartition(".")[2] in _SET_BY_ITSELF:
+        return None
     if name.startswith(_CORRECTION):
         return name, value
     if (
@@ -234,7 +220,7 @@ def _target(name: str, value: Any) -> tuple[str, Any] | None:
                 f"{row.targets[0]}"
             )
         return row.targets[0], _VALUES.get(name, {}).get(value, value) if isinstance(
-            value, str
+            value, str | bool
         ) else value
     if row.kind == "derived" and off:
         return None
@@ -259,41 +245,42 @@ def _is_default(row: Row, value: Any) -> bool:
     )
 
 
-def put(
-    values: Values,
-    origins: Origins,
-    key: str,
-    new: Any,
-    written: Loc,
-    origin: str,
-    same_layer: Callable[[Loc], bool],
-) -> None:
-    loc: Loc = tuple(key.split("."))
-    place: Any = values
-    for i, part in enumerate(loc[:-1]):
-        inner = place.get(part)
+def _referred(value: Any, config: Values, most: int = 8) -> Any:
+    """The value that a reference into trainer.trainer_config stands for; other values as they are."""
+    match = _INNER.fullmatch(value) if isinstance(value, str) else None
+    if match is None or not most:
+        return value
+    place: Any = config
+    for part in match[1].split("."):
+        if not isinstance(place, dict) or part not in place:
+            return value
+        place = place[part]
+    return value if isinstance(place, dict) else _referred(place, config, most - 1)
+
+
+def put(values: Values, key: str, new: Any, spelling: str, where: Where) -> None:
+    """Write `new` under the dotted `key`.
+
+    Raises ConfigError if another value is there already; `spelling` is the key that wrote it.
+    """
+    *above, last = key.split(".")
+    section = values
+    for i, part in enumerate(above):
+        inner = section.get(part)
         if inner is None:
-            inner = place[part] = {}
-            origins.pop(loc[: i + 1], None)
+            inner = section[part] = {}
         if not isinstance(inner, dict):
             raise ConfigError(
-                f"belongs to {key}, but {dotted(loc[: i + 1])} is {inner!r}; write a mapping there"
+                f"belongs to {key}, but {'.'.join(above[: i + 1])} is {inner!r}; write a mapping "
+                f"there"
             )
-        place = inner
-    last = str(loc[-1])
-    if last in place and place[last] != new and same_layer(loc):
-        there = next((o for at, o in origins.items() if at[: len(loc)] == loc), "")
-        raise _differs(new, key, place[last], key, there)
-    place[last] = new
-    for at in [at for at in origins if at[: len(loc)] == loc]:
-        del origins[at]
-    origins[loc] = f"{origin or 'given'}, as {dotted(written)}"
-
-
-def _differs(value: Any, other: str, earlier: Any, key: str, where: str) -> ConfigError:
-    place = f" ({where})" if where else ""
-    also = f"; both mean {key}" if other != key else ""
-    return ConfigError(
-        f"is {value!r}, but {other} is {earlier!r}{place}{also}, two spellings of one key.  Write "
-        f"one of them"
-    )
+        section = inner
+    if last in section and section[last] != new:
+        line = where((*above, last))
+        place = f" ({line})" if line else ""
+        also = f"; both mean {key}" if spelling != key else ""
+        raise ConfigError(
+            f"is {new!r}, but {spelling} is {section[last]!r}{place}{also}, two spellings of one "
+            f"key.  Write one of them"
+        )
+    section[last] = new

@@ -1,0 +1,42 @@
+"""Check that the questions of judges fit into the context of the models that answer them.
+
+Knows the tokenizer's files of auxiliary models, no engine.  Invariant: nothing is generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+
+from rft.config.context import Problems
+from rft.engine.settings import AuxiliarySettings
+from rft.errors import ConfigError
+from rft.explorer.stored import transcript
+from rft.reward.base import Reward
+from rft.taskset.chatfiles import open_chat
+from rft.types.task import Task
+
+
+def fit(
+    reward: Reward,
+    task: Task,
+    models: Mapping[str, AuxiliarySettings],
+    key: str,
+    problems: Problems,
+) -> None:
+    """Count the tokens of the questions about a task's gold answer.  A server's context is its own."""
+    for name, messages in reward.questions(task, transcript(task, str(task.truth)), models):
+        engine = models[name].engines[0]
+        if engine.external is not None:
+            continue
+        with suppress(ConfigError):  # of the model's folder, reported there
+            chat = open_chat(engine.model_path)
+            text = chat.render(messages, [], template=engine.chat_template)
+            if (tokens := len(chat.encode_text(text))) >= engine.max_model_len:
+                problems.error(
+                    "explorer.auxiliary_models",
+                    f"{name} has room for {engine.max_model_len} tokens (max_model_len, else that "
+                    f"of the policy), but a question of {key} has {tokens}; write max_model_len of "
+                    f"this model",
+                    given=engine.max_model_len,
+                )

@@ -1,0 +1,242 @@
+"""Cut a train step into micro-batches for every rank.  Torch-free; knows lengths and token ids, not
+models.
+
+Invariant: no micro-batch costs more than the token budget, except a single row or pair; every rank
+gets the same number of micro-batches (empty ones if it has fewer rows), and each row is in exactly
+one.  The gradient does not depend on the cut, because the losses' denominators are global.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+from msgspec import Struct
+
+from rft.trainer.rows.prefix import shared_length
+from rft.types import experts
+from rft.types.row_layout import AskedLayout
+
+
+class TrainRow(Struct, frozen=True, kw_only=True):
+    """One sequence for the learner: T tokens, L of them trained.
+
+    `logprobs` and `temperatures` are valid only where `loss_mask` is True. Arrays [L] follow the
+    order of the trained tokens; None: absent.  Rows of one `group` share a prompt; the two rows of
+    the same non-empty `pair`, chosen then rejected, are adjacent and stay in one micro-batch.
+    """
+
+    tokens: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # bool [T]; never True at token 0, which nothing predicts
+    logprobs: np.ndarray  # float32 [T], of the sampling policy
+    temperatures: np.ndarray | float  # float32 [T], or a scalar for all tokens
+    advantages: np.ndarray | None = None  # float32 [L]; None = 0
+    old: np.ndarray | None = None  # float32 [L], log-probs of the policy before the step
+    ref: np.ndarray | None = None  # float32 [L], log-probs of the reference model
+    values: np.ndarray | None = None  # float32 [L], the critic's predictions before the step
+    returns: np.ndarray | None = None  # float32 [L], targets of the critic
+    weights: np.ndarray | None = None  # float32 [L], weights of the token losses
+    keep: np.ndarray | None = None  # bool [L], tokens that count; None = all
+    # of the teacher: int32 [L, k] its most likely tokens, float16 [L, k + 1] their log-probs
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+    extra: dict[str, np.ndarray] = {}  # float32 [L] each, by the policy loss's names
+    run: int = 0  # number of its run in the step
+    run_tokens: int | None = None  # counted tokens of that run; None: those of the row
+    group_tokens: int | None = None  # counted tokens of its group
+    # [P, layers, experts], experts of the first P positions; see rft.types.experts
+    experts: np.ndarray | None = None
+    is_expert: bool = False
+    group: str = ""
+    pair: str = ""
+
+    @property
+    def marked(self) -> np.ndarray:
+        """Return `inputs` combined with the experts of each position: two rows share positions only
+        where both are equal.
+        """
+        return self.inputs if self.experts is None else experts.marked(self.inputs, self.experts)
+
+    @property
+    def inputs(self) -> np.ndarray:
+        """Return the tokens that the model reads, int32 [< T]: all before the last trained token."""
+        if len(self.loss_mask) and self.loss_mask.item(-1):  # the common case
+            return self.tokens[:-1]
+        last = len(self.loss_mask) - 1 - int(self.loss_mask[::-1].argmax())
+        if not self.loss_mask[last]:
+            raise ValueError("no token of this row is trained")
+        return self.tokens[:last]
+
+    @property
+    def counted(self) -> int:
+        """Return the number of trained tokens that count in the loss."""
+        return int(np.count_nonzero(self.loss_mask if self.keep is None else self.keep))
+
+
+class RankBatch(Struct, frozen=True, kw_only=True):
+    """Work of one rank in train step `step`, with the denominators of the whole step."""
+
+    step: int
+    micro_batches: tuple[tuple[TrainRow, ...], ...]
+    tokens: float  # trained tokens of the step, including skipped zero-advantage rows
+    rows: float
+    positions: float = 0.0  # positions that the model reads, over the computed rows of all ranks
+    factors: dict[str, float] = {}  # see `LossInputs.factors`
+    expert_tokens: float = 0.0  # trained tokens in rows of an expert
+    expert_rows: float = 0.0
+    num_runs: float | None = None  # runs with a counted token; None: each row is a run
+    expert_runs: float = 0.0
+    num_groups: float | None = None  # groups with a counted token; None: each run is a group
+    expert_groups: float = 0.0
+    ref_given: bool = False  # rows have `ref`, so no rank computes it, not even a rank without rows
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limit of one micro-batch: `tokens` computed positions, or `rows` rows."""
+
+    tokens: int
+    layout: AskedLayout = "auto"  # "auto" counts like "shared"
+    rows: int | None = None  # fixed micro-batches
+    # deal units to ranks by cost; False: in their order, in numbers as equal as possible
+    balance: bool = True
+
+    def cost(self, inputs: Sequence[np.ndarray]) -> int:
+        """Return how many positions the model computes for rows with these `inputs`.
+
+        "shared": distinct prefixes; "packed": all positions; "padded": the padded rectangle.
+        """
+        if self.layout == "packed":
+            return sum(map(len, inputs))
+        return shared_length(inputs) if self.shares else len(inputs) * max(map(len, inputs))
+
+    @property
+    def shares(self) -> bool:
+        """Return whether common prefixes of rows are computed once."""
+        return self.layout in ("auto", "shared")
+
+
+Inputs = Sequence[np.ndarray]  # int32 [L] of each row, the tokens that the model reads
+
+
+@dataclass
+class _Bin:
+    rows: list[int] = field(default_factory=list)
+    cost: int = 0
+    width: int = 0
+
+
+def plan(rows: Sequence[TrainRow], world_size: int, budget: Budget) -> list[list[list[int]]]:
+    """Return the micro-batches of each rank, as indexes into `rows`.
+
+    Groups stay together if their prompt is shared, pairs always.  Units are dealt to ranks by
+    tokens, heaviest first (else see `Budget.balance`) and packed within a rank first-fit decreasing
+    into the budget; a row or pair that exceeds the budget gets its own micro-batch.  Micro-batches
+    of fixed size take the rows in their order, see `spread`.
+    """
+    if budget.rows is not None:
+        pairs = _pairs(rows) if any(row.pair for row in rows) else []
+        return spread(len(rows), world_size, budget.rows, 2 if pairs else 1)
+    inputs = [row.marked if budget.shares else row.inputs for row in rows]
+    ranks = _dealt(_units(rows, inputs, world_size, budget), world_size, len(rows), budget)
+    packed = [_first_fit(units, inputs, budget) for units in ranks]
+    count = max(map(len, packed), default=0)
+    return [micros + [[] for _ in range(count - len(micros))] for micros in packed]
+
+
+def _dealt(
+    units: list[tuple[list[int], int]], world_size: int, count: int, budget: Budget
+) -> list[list[tuple[list[int], int]]]:
+    """Deal units to ranks; return each rank's units, the heaviest first, which packs well."""
+    ranks: list[list[tuple[list[int], int]]] = [[] for _ in range(world_size)]
+    load = [0] * world_size
+    if budget.balance:
+        units = sorted(units, key=lambda u: -u[1])
+    before = 0
+    for unit in units:
+        rank = load.index(min(load)) if budget.balance else before * world_size // count
+        ranks[rank].append(unit)
+        load[rank] += unit[1]
+        before += len(unit[0])
+    return [sorted(units, key=lambda u: -u[1]) for units in ranks]
+
+
+def spread(count: int, world_size: int, size: int, unit: int = 1) -> list[list[list[int]]]:
+    """Cut `count` rows into shares of `world_size` ranks and micro-batches of `size` rows.
+
+    The last micro-batch is smaller; each `unit` of consecutive rows stays together.
+    """
+    each = -(-count // (world_size * unit)) * unit
+    size = max(unit, size - size % unit)
+    shares = [range(rank * each, min((rank + 1) * each, count)) for rank in range(world_size)]
+    return [[list(share[at : at + size]) for at in range(0, each, size)] for share in shares]
+
+
+def _units(
+    rows: Sequence[TrainRow], inputs: Inputs, world_size: int, budget: Budget
+) -> list[tuple[list[int], int]]:
+    """Return sets of rows that stay together, with their cost."""
+    if any(row.pair for row in rows):
+        return [(pair, budget.cost([inputs[i] for i in pair])) for pair in _pairs(rows)]
+    if not budget.shares:
+        return [([i], len(tokens)) for i, tokens in enumerate(inputs)]
+    groups: dict[str, list[int]] = defaultdict(list)
+    for i, row in enumerate(rows):
+        groups[row.group].append(i)
+    # fewer groups than ranks: cut each group, or ranks would idle
+    pieces = -(-world_size // max(1, len(groups)))
+    micros = []
+    for members in groups.values():
+        for piece in np.array_split(members, min(pieces, len(members))):
+            micros += _within(piece.tolist(), inputs, budget)
+    return micros
+
+
+def _pairs(rows: Sequence[TrainRow]) -> list[list[int]]:
+    """Return the pairs of adjacent row indexes; losses read them as (chosen, rejected).
+
+    Raises ValueError unless the two rows of each pair are adjacent.
+    """
+    pairs = [[i, i + 1] for i in range(0, len(rows), 2)]
+    for i, j in pairs:
+        if j == len(rows) or not rows[i].pair or rows[i].pair != rows[j].pair:
+            raise ValueError(f"row {i} of pair {rows[i].pair!r} is not followed by the other one")
+    return pairs
+
+
+def _within(members: list[int], inputs: Inputs, budget: Budget) -> list[tuple[list[int], int]]:
+    cost = budget.cost([inputs[i] for i in members])
+    if cost <= budget.tokens or len(members) == 1:
+        return [(members, cost)]
+    half = len(members) // 2
+    return _within(members[:half], inputs, budget) + _within(members[half:], inputs, budget)
+
+
+def _first_fit(
+    units: list[tuple[list[int], int]], inputs: Inputs, budget: Budget
+) -> list[list[int]]:
+    bins: list[_Bin] = []
+    grown: Callable[[_Bin, list[int], int], int] = (
+        partial(_rectangle, inputs) if budget.layout == "padded" else _sum
+    )
+    for members, cost in units:
+        for bin in bins:
+            if (size := grown(bin, members, cost)) <= budget.tokens:
+                break
+        else:
+            bins.append(bin := _Bin())
+            size = grown(bin, members, cost)
+        bin.cost, bin.width = size, max(bin.width, *(len(inputs[i]) for i in members))
+        bin.rows += members
+    return [sorted(b.rows) for b in bins]
+
+
+def _sum(bin: _Bin, members: list[int], cost: int) -> int:
+    return bin.cost + cost
+
+
+def _rectangle(inputs: Inputs, bin: _Bin, members: list[int], cost: int) -> int:
+    return (len(bin.rows) + len(members)) * max(bin.width, *(len(inputs[i]) for i in members))

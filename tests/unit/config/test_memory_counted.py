@@ -1,0 +1,168 @@
+"""The estimate of a trainer rank beside the bytes that a whole step allocates on the fake GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rft.preflight.memory_estimate import MOST_OVER
+from tests.helpers import fake_gpu
+
+CONFIG = Path(__file__).parent / "data" / "good" / "short.yaml"
+DENSE = {
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-8b": {
+        **DENSE,
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "intermediate_size": 12288,
+        "vocab_size": 151936,
+    },
+    "llama-8b": {
+        **DENSE,
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+    },
+    "llama-70b": {
+        **DENSE,
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "intermediate_size": 28672,
+        "vocab_size": 128256,
+    },
+    "qwen3-30b-a3b": {
+        **DENSE,
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "vocab_size": 151936,
+    },
+    "gemma3-4b": {
+        **DENSE,
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "intermediate_size": 10240,
+        "vocab_size": 262208,
+        "tie_word_embeddings": True,
+        "sliding_window": 1024,
+    },
+}
+CHECKPOINTING = "trainer.enable_gradient_checkpointing=true"
+KEEPING = "trainer.enable_gradient_checkpointing=false"
+LORA = "model.lora_configs=[{lora_rank: 16}]"
+KL = "algorithm.kl_loss_fn=k2"
+COLOCATE = "mode=colocate"
+# (model, layers or None for all, engines, ranks, answer tokens, tokens of a micro-batch, ...)
+FEW_LAYERS = (
+    ("qwen3-8b", 4, 4, 4, 1024, 8192, CHECKPOINTING),
+    ("qwen3-8b", 4, 4, 4, 1024, 8192, KEEPING),
+    ("qwen3-30b-a3b", 2, 4, 4, 1024, 8192, KEEPING),
+    ("llama-8b", 4, 4, 4, 1024, 8192, KEEPING, LORA),
+)
+WHOLE = (
+    ("qwen3-8b", None, 1, 7, 8192, 18432, CHECKPOINTING),
+    ("qwen3-8b", None, 4, 4, 1024, 16384, KEEPING),
+    ("qwen3-8b", None, 8, 56, 8192, 18432, CHECKPOINTING),
+    ("qwen3-8b", None, 8, 8, 4096, 16384, CHECKPOINTING, KL, COLOCATE),
+    ("llama-8b", None, 1, 7, 1024, 8192, KEEPING),
+    ("qwen3-30b-a3b", None, 1, 7, 4096, 16384, CHECKPOINTING),
+    ("qwen3-30b-a3b", None, 8, 24, 4096, 16384, CHECKPOINTING),
+    ("llama-70b", None, 8, 56, 4096, 8192, CHECKPOINTING),
+    ("llama-70b", None, 1, 7, 2048, 8192, CHECKPOINTING, LORA),
+    ("gemma3-4b", None, 1, 7, 1024, 8192, KEEPING),
+)
+needs_compiler = pytest.mark.skipif(fake_gpu.COMPILER is None, reason="needs g++ or clang++")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fake_gpu.build(tmp_path_factory.mktemp("fake_gpu"))
+
+
+def counted(library: Path, cases: tuple[tuple[Any, ...], ...]) -> list[dict[str, Any]]:
+    """Run the cases in one process."""
+    lines = []
+    for number, (name, layers, engines, ranks, answer, tokens, *overrides) in enumerate(cases):
+        folder = library.parent / f"{len(cases)}-{number}"
+        folder.mkdir()
+        sizes = MODELS[name] | ({} if layers is None else {"num_hidden_layers": layers})
+        (folder / "config.json").write_text(json.dumps(sizes))
+        shared = COLOCATE in overrides
+        gpus = ranks if shared else ranks + engines
+        lines.append(
+            [
+                1024,
+                f"model.model_path={folder}",
+                "cluster.gpu_per_node=8",
+                f"cluster.node_num={gpus // 8}",
+                f"synchronizer.sync_method={'memory' if gpus == 8 else 'nccl'}",
+                f"explorer.rollout_model.engine_num={engines}",
+                f"trainer.world_size={ranks}",
+                "model.max_prompt_tokens=1024",
+                f"model.max_response_tokens={answer}",
+                f"trainer.max_token_len_per_gpu={tokens}",
+                "buffer.batch_size=64",
+                "algorithm.repeat_times=8",
+                *overrides,
+            ]
+        )
+    return fake_gpu.play("count_memory", [str(library), str(CONFIG)], map(json.dumps, lines))
+
+
+def report(case: tuple[Any, ...], count: dict[str, Any]) -> str:
+    gib = 1 << 30
+    line = f"{count['peak'] / gib:.2f} GiB counted, {count['estimate'] / gib:.2f} estimated"
+    return f"{case}: {line} ({count['estimate'] / count['peak'] - 1:+.1%})"
+
+
+@needs_compiler
+@pytest.mark.e2e
+def test_estimate_is_never_below_what_a_step_allocates(library: Path) -> None:
+    """U5: models of real width with few layers."""
+    _within(FEW_LAYERS, counted(library, FEW_LAYERS))
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_estimate_of_whole_models_is_within_its_margin(library: Path) -> None:
+    """U5: dense and mixture models, adapters, colocated engines, 4 to 56 ranks."""
+    _within(WHOLE, counted(library, WHOLE))
+
+
+def _within(cases: tuple[Any, ...], counts: list[dict[str, Any]]) -> None:
+    lines = [report(case, count) for case, count in zip(cases, counts, strict=True)]
+    print("\n".join(lines))
+    wrong = [
+        line
+        for line, count in zip(lines, counts, strict=True)
+        if not 1 <= count["estimate"] / count["peak"] <= MOST_OVER
+    ]
+    assert not wrong, "\n".join(wrong)
