@@ -42,7 +42,10 @@ BAD = {
     "empty": (b"", "it has no bytes"),
     "text": (b"<svg></svg>", "begin with b'<svg></s'"),
     "truncated": (picture(RED)[:-200], "a damaged PNG image"),
-    "truncated jpeg": (saved(Image.effect_noise((64, 64), 90), "JPEG")[:1500], "a damaged JPEG image"),
+    "truncated jpeg": (
+        saved(Image.effect_noise((64, 64), 90), "JPEG")[:1500],
+        "a damaged JPEG image",
+    ),
     "bomb": (png_of(60_000, 60_000), "pixels"),
     "large": (png_of(8_001, 8_000), "at most 64,000,000 in all"),
     "zero": (png_of(0, 8), "not a readable image"),
