@@ -8,8 +8,9 @@ transparent parts over white.
 
 from __future__ import annotations
 
+import contextlib
 import io
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -20,16 +21,9 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 _MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "La", "RGBa"}
 
 
-class Size(NamedTuple):
-    """Pixels of a decoded image."""
-
-    width: int
-    height: int
-
-
-def check(data: bytes) -> Size:
-    """Decode a file once.  Raises ValueError with the reason for one that cannot be used."""
-    return Size(*decode(data).size)
+def check(data: bytes) -> tuple[int, int]:
+    """Decode a file once and return its width and height.  Raises ValueError with the reason for one that cannot be used."""
+    return decode(data).size
 
 
 def decode(data: bytes) -> Picture:
@@ -67,10 +61,13 @@ def _check_head(picture: Picture) -> None:
         raise ValueError(
             f"an image of {width} x {height} pixels; at most {MAX_PIXELS:,} in all are decoded"
         )
-    if (frames := getattr(picture, "n_frames", 1)) > 1:
-        raise ValueError(f"an animated image of {frames} frames; save the frame to be shown")
     if picture.mode not in _MODES:
         raise ValueError(
             f"an image in mode {picture.mode}, which decoders turn into different colours; save it "
             f"with 8 bits each of red, green and blue"
         )
+    with contextlib.suppress(EOFError):
+        picture.seek(1)
+        if picture.format != "MPO":  # photographs with a map of depth behind
+            raise ValueError("an animated image; save the frame that is to be shown")
+    picture.seek(0)

@@ -34,7 +34,7 @@ class Family(NamedTuple):
     token: str  # repeated; its embeddings are replaced by the image's
     around: tuple[str, str]  # text before and after the repeated token, in place of the placeholder
     # (configuration of the model, of the processor, grid) -> number of tokens
-    count: Callable[[dict[str, Any], Any, Sequence[int]], int]
+    num_tokens: Callable[[dict[str, Any], Any, Sequence[int]], int]
 
 
 def _merged(config: dict[str, Any], processor: Any, grid: Sequence[int]) -> int:
@@ -59,7 +59,7 @@ FAMILIES = {  # by model_type of config.json
 }
 
 
-class Processed(NamedTuple):
+class PreparedImage(NamedTuple):
     """One image for the model."""
 
     pixel_values: np.ndarray  # float32, with the leading axis that batches are joined along
@@ -93,7 +93,7 @@ class ImageProcessor:
             )
         except (OSError, ValueError, TypeError, ImportError) as e:
             raise SetupError(f"no image processor could be loaded from {folder}: {e}") from e
-        if getattr(self._processor, "do_pan_and_scan", False):
+        if self._processor.to_dict().get("do_pan_and_scan"):
             raise SetupError(
                 f"{folder}: do_pan_and_scan cuts an image into several; set it to false in "
                 f"preprocessor_config.json"
@@ -101,7 +101,7 @@ class ImageProcessor:
         self.family = family
         self._config = config
         self._folder = folder
-        self._cache: OrderedDict[bytes, Processed] = OrderedDict()
+        self._cache: OrderedDict[bytes, PreparedImage] = OrderedDict()
         self._cached_bytes = 0
         self._lock = threading.Lock()
 
@@ -133,7 +133,7 @@ class ImageProcessor:
             config["image_token_id"] if "image_token_id" in config else config["image_token_index"]
         )
 
-    def process(self, data: bytes) -> Processed:
+    def process(self, data: bytes) -> PreparedImage:
         """Raises ValueError for a file that cannot be decoded, or a shape that the model cannot read."""
         with self._lock:
             if (known := self._cache.get(data)) is not None:
@@ -148,7 +148,7 @@ class ImageProcessor:
                 self._cached_bytes -= self._cache.popitem(last=False)[1].pixel_values.nbytes
         return done
 
-    def _process(self, data: bytes) -> Processed:
+    def _process(self, data: bytes) -> PreparedImage:
         picture = decode(data)
         try:
             out = self._processor([picture], return_tensors="np")
@@ -158,14 +158,14 @@ class ImageProcessor:
         values = np.ascontiguousarray(out["pixel_values"], np.float32)
         values.flags.writeable = False
         grid = tuple(int(n) for n in out["image_grid_thw"][0]) if "image_grid_thw" in out else ()
-        count = self.family.count(self._config, self._processor, grid)
+        count = self.family.num_tokens(self._config, self._processor, grid)
         before, after = self.family.around
         digest = xxhash.xxh3_128(repr(values.shape).encode())
         digest.update(values.data)
         text = f"{before}{self.family.token * count}{after}"
-        return Processed(values, grid, text, count, digest.hexdigest())
+        return PreparedImage(values, grid, text, count, digest.hexdigest())
 
-    def expand(self, text: str, images: Sequence[Processed]) -> str:
+    def expand(self, text: str, images: Sequence[PreparedImage]) -> str:
         """Replace the placeholders of a rendered chat, in order.  Raises ValueError unless there is
         one for each image.
         """
@@ -180,7 +180,7 @@ class ImageProcessor:
         return "".join(part + image for part, image in zip(parts, after, strict=True))
 
     def places(
-        self, tokens: Sequence[int], names: Sequence[str], images: Sequence[Processed]
+        self, tokens: Sequence[int], names: Sequence[str], images: Sequence[PreparedImage]
     ) -> tuple[ImagePlace, ...]:
         """Find the images among the tokens of a prompt.  Raises ValueError unless their placeholder
         tokens are exactly those of the images.

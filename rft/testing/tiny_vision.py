@@ -86,76 +86,68 @@ def make(folder: Path, family: str = "qwen2_5_vl", *, seed: int = 0) -> Path:
 
 def _parts(family: str, ids: dict[str, int], vocab_size: int) -> dict[str, dict[str, Any]]:
     """Return the model's configuration and that of its image processor."""
-    text = {**_TEXT, "vocab_size": vocab_size}
-    if family == "gemma3":
-        vision = {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 16,
-            "patch_size": 4,
-        }
-        text |= {"head_dim": 16, "sliding_window": 32, "query_pre_attn_scalar": 16}
-        return {
-            "config": {
-                "text_config": text,
-                "vision_config": vision,
-                "mm_tokens_per_image": 4,
-                "image_token_index": ids["<image_soft_token>"],
-                "boi_token_index": ids["<start_of_image>"],
-                "eoi_token_index": ids["<end_of_image>"],
-                "tie_word_embeddings": True,
-            },
-            "processor": {
-                "image_processor_type": "Gemma3ImageProcessor",
-                "size": {"height": 16, "width": 16},
-            },
-        }
+    text: dict[str, Any] = {**_TEXT, "vocab_size": vocab_size}
+    return _gemma(text, ids) if family == "gemma3" else _qwen(family, text, ids)
+
+
+def _gemma(text: dict[str, Any], ids: dict[str, int]) -> dict[str, dict[str, Any]]:
+    text |= {"head_dim": 16, "sliding_window": 32, "query_pre_attn_scalar": 16}
     vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 4,
+    }
+    config = {
+        "text_config": text,
+        "vision_config": vision,
+        "mm_tokens_per_image": 4,
+        "image_token_index": ids["<image_soft_token>"],
+        "boi_token_index": ids["<start_of_image>"],
+        "eoi_token_index": ids["<end_of_image>"],
+        "tie_word_embeddings": True,
+    }
+    kind = "Gemma3ImageProcessor"
+    size = {"height": 16, "width": 16}
+    return {"config": config, "processor": {"image_processor_type": kind, "size": size}}
+
+
+def _qwen(family: str, text: dict[str, Any], ids: dict[str, int]) -> dict[str, dict[str, Any]]:
+    patches = {"patch_size": 4, "temporal_patch_size": 2}
+    vision: dict[str, Any] = {
         "depth": 2,
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_heads": 2,
         "out_hidden_size": text["hidden_size"],
-        "patch_size": 4,
         "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
+        **patches,
     }
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
     if family == "qwen3_vl":
         vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
-        text |= {"head_dim": 16}
-        text["rope_parameters"] = {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": [4, 2, 2],
-            "mrope_interleaved": True,
-        }
+        text |= {"head_dim": 16, "rope_parameters": {**rope, "mrope_interleaved": True}}
     else:
         vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
-        text["rope_parameters"] = {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": [4, 2, 2],
-        }
-    return {
-        "config": {
-            "text_config": text,
-            "vision_config": vision,
-            "image_token_id": ids["<|image_pad|>"],
-            "video_token_id": ids["<|video_pad|>"],
-            "vision_start_token_id": ids["<|vision_start|>"],
-            "vision_end_token_id": ids["<|vision_end|>"],
-            "tie_word_embeddings": True,
-        },
-        "processor": {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "patch_size": 4,
-            "temporal_patch_size": 2,
-            "merge_size": 2,
-            "size": {"shortest_edge": 64, "longest_edge": 1024},
-        },
+        text["rope_parameters"] = rope
+    config = {
+        "text_config": text,
+        "vision_config": vision,
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "tie_word_embeddings": True,
     }
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "merge_size": 2,
+        "size": {"shortest_edge": 64, "longest_edge": 1024},
+        **patches,
+    }
+    return {"config": config, "processor": processor}
 
 
 def picture(

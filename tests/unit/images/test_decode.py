@@ -51,9 +51,9 @@ BAD = {
     "zero": (png_of(0, 8), "not a readable image"),
     "cmyk": (saved(Image.new("CMYK", (8, 8)), "JPEG"), "in mode CMYK"),
     "16 bits": (saved(Image.new("I;16", (8, 8))), "in mode I;16"),
-    "gif": (animated("GIF"), "an animated image of 2 frames"),
-    "apng": (animated("PNG"), "an animated image of 2 frames"),
-    "webp": (animated("WEBP"), "an animated image of 2 frames"),
+    "gif": (animated("GIF"), "an animated image"),
+    "apng": (animated("PNG"), "an animated image"),
+    "webp": (animated("WEBP"), "an animated image"),
     "tiff": (saved(Image.new("RGB", (8, 8)), "TIFF"), "use one of PNG, JPEG"),
 }
 
