@@ -146,6 +146,8 @@ def limit_prompts(
                 **engine.chat_template_kwargs,
                 **settings.format.chat_template_args,
             },
+            weights_path=engine.model_path,
+            image_processor_args=engine.image_processor_args,
         )
         return replace(settings, prompt_limit=limit)
 
@@ -158,6 +160,7 @@ VERL = {
     "prompt_type": "messages",
     "response_key": "reward_model.ground_truth",
     "reward_fn_key": "data_source",
+    "image_key": "images",
 }
 """What the columns of veRL's data mean, as values of `format`."""
 

@@ -205,7 +205,10 @@ class BatchRunner:
         or has no token).
         """
         try:
-            await self._buffer.append(encoded(group), accepted=group.accepted, reason=group.reason)
+            images = {"images": group.images} if group.images else {}
+            await self._buffer.append(
+                encoded(group), accepted=group.accepted, reason=group.reason, **images
+            )
         except FrameRejected as e:
             log.warning("group %s: %s", group.id, e)
             group = group.refused(f"rejected by the buffer: {e}")

@@ -69,6 +69,16 @@ class PreparedImage(NamedTuple):
     hash: str  # xxh3-128 of the shape and the values
 
 
+class Shown(NamedTuple):
+    """An image of a sequence, and the positions of its features among the sequence's tokens."""
+
+    image: PreparedImage
+    at: np.ndarray  # int64 [features]
+
+
+Sight = Sequence[Shown]  # of one sequence
+
+
 class ImageProcessor:
     """The image part of a model's processor; results are kept in memory up to CACHE_BYTES.
 
@@ -180,12 +190,17 @@ class ImageProcessor:
         return "".join(part + image for part, image in zip(parts, after, strict=True))
 
     def places(
-        self, tokens: Sequence[int], names: Sequence[str], images: Sequence[PreparedImage]
+        self,
+        tokens: Sequence[int],
+        names: Sequence[str],
+        images: Sequence[PreparedImage],
+        start: int = 0,
     ) -> tuple[ImagePlace, ...]:
-        """Find the images among the tokens of a prompt.  Raises ValueError unless their placeholder
-        tokens are exactly those of the images.
+        """Find the images among the tokens of a prompt, from `start` on.  Raises ValueError unless
+        their placeholder tokens are exactly those of the images.
         """
-        found = np.flatnonzero(np.asarray(tokens, np.int64) == self.image_token_id).tolist()
+        later = np.asarray(tokens[start:], np.int64)
+        found = (start + np.flatnonzero(later == self.image_token_id)).tolist()
         expected = sum(x.num_tokens for x in images)
         if len(found) != expected:
             raise ValueError(
