@@ -25,9 +25,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rft.types.runtime import (
+from rft.types.runtimes import (
     KEPT,
-    Runtime,
+    AgentRuntime,
     RuntimeDriver,
     RuntimeFailed,
     RuntimeLimits,
@@ -65,11 +65,11 @@ class RuntimeContract:
         raise NotImplementedError("return your driver")
 
     @pytest.fixture
-    def start(self) -> Iterator[Callable[..., Runtime]]:
+    def start(self) -> Iterator[Callable[..., AgentRuntime]]:
         """Starts runtimes that are killed after the test."""
-        runtimes: list[Runtime] = []
+        runtimes: list[AgentRuntime] = []
 
-        def start(files: object = None, **spec: object) -> Runtime:
+        def start(files: object = None, **spec: object) -> AgentRuntime:
             made = RuntimeSpec(image=self.image, **spec)  # type: ignore[arg-type]
             runtimes.append(self.driver().start(made, files=files))  # type: ignore[arg-type]
             return runtimes[-1]
@@ -78,7 +78,7 @@ class RuntimeContract:
         for runtime in runtimes:
             runtime.kill()
 
-    def test_a_program_is_run(self, start: Callable[..., Runtime]) -> None:
+    def test_a_program_is_run(self, start: Callable[..., AgentRuntime]) -> None:
         runtime = start(env={"A": "1"}, workdir="/work/here")
         script = "pwd; echo $A$B; cat; echo wrong >&2; exit 3"
         done = runtime.exec(
@@ -93,14 +93,14 @@ class RuntimeContract:
         ended = runtime.exec(["sh", "-c", "kill -9 $$"], timeout_s=LIMIT_S)
         assert ended.code == 128 + signal.SIGKILL
 
-    def test_the_end_of_a_long_output_is_kept(self, start: Callable[..., Runtime]) -> None:
+    def test_the_end_of_a_long_output_is_kept(self, start: Callable[..., AgentRuntime]) -> None:
         script = "import sys\nsys.stdout.write('x' * 5_000_000 + 'end')"
         done = start().exec(["python3", "-c", script], timeout_s=LIMIT_S)
         assert done.code == 0
         assert len(done.output) == KEPT
         assert done.output.endswith(b"xend")
 
-    def test_files_are_copied(self, start: Callable[..., Runtime]) -> None:
+    def test_files_are_copied(self, start: Callable[..., AgentRuntime]) -> None:
         runtime = start()
         runtime.put(packed({"/app/in/a.sh": b"#!/bin/sh\necho ran > /app/out\n"}, mode=0o755))
         assert runtime.exec(["/app/in/a.sh"], timeout_s=LIMIT_S).code == 0
@@ -114,7 +114,7 @@ class RuntimeContract:
 
     @pytest.mark.parametrize("user", ["0", "65534"])
     def test_a_locked_folder_does_not_change(
-        self, start: Callable[..., Runtime], user: str
+        self, start: Callable[..., AgentRuntime], user: str
     ) -> None:
         if user != "0" and os.geteuid() != 0:
             pytest.skip("another account has one user inside")
@@ -128,7 +128,7 @@ class RuntimeContract:
         assert done.output == b"kepta\n"
         assert packed_file(runtime.get("/tests/a", most_bytes=1 << 20)) == b"kept"
 
-    def test_one_network_path(self, start: Callable[..., Runtime]) -> None:
+    def test_one_network_path(self, start: Callable[..., AgentRuntime]) -> None:
         """The port leads to `listener`, no other to anything."""
         with socket.create_server(("127.0.0.1", 0)) as other:
             number = other.getsockname()[1]
@@ -146,7 +146,7 @@ class RuntimeContract:
             assert not select.select([other], [], [], 0)[0]
 
     def test_what_is_outside_is_not_seen(
-        self, start: Callable[..., Runtime], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, start: Callable[..., AgentRuntime], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("RFT_TEST_SECRET", "secret-value")
         (tmp_path / "secret").write_text("secret-value")
@@ -156,7 +156,7 @@ class RuntimeContract:
         assert b"secret-value" not in found.output
         assert str(os.getpid()).encode() not in found.output.split()
 
-    def test_shown_folders_are_read_only(self, start: Callable[..., Runtime]) -> None:
+    def test_shown_folders_are_read_only(self, start: Callable[..., AgentRuntime]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder).chmod(0o755)
             tool = Path(folder, "tool")
@@ -169,7 +169,7 @@ class RuntimeContract:
             assert tool.read_text() == "shown"
             runtime.kill()
 
-    def test_processes_and_files_are_bounded(self, start: Callable[..., Runtime]) -> None:
+    def test_processes_and_files_are_bounded(self, start: Callable[..., AgentRuntime]) -> None:
         runtime = start(limits=RuntimeLimits(processes=40, disk_mb=32))
         done = runtime.exec(["python3", "-c", _FILLS], timeout_s=LIMIT_S)
         assert done.output == b"full\n", done
@@ -178,7 +178,7 @@ class RuntimeContract:
         runtime.stop()
         assert runtime.exec(["sh", "-c", "rm /app/large; echo on"], timeout_s=LIMIT_S).code == 0
 
-    def test_a_deadline_and_the_end_of_all(self, start: Callable[..., Runtime]) -> None:
+    def test_a_deadline_and_the_end_of_all(self, start: Callable[..., AgentRuntime]) -> None:
         """`stop` also ends what has left its session and its parent; the files stay."""
         runtime = start()
         mark = _mark()
@@ -191,7 +191,7 @@ class RuntimeContract:
         _wait(ends)
         assert packed_file(runtime.get("/app/a", most_bytes=1 << 20)) == b"kept\n"
 
-    def test_a_snapshot_starts_others(self, start: Callable[..., Runtime]) -> None:
+    def test_a_snapshot_starts_others(self, start: Callable[..., AgentRuntime]) -> None:
         runtime = start()
         runtime.exec(["sh", "-c", "echo first > /app/a; mkdir /new"], timeout_s=LIMIT_S)
         snapshot = runtime.snapshot()
@@ -204,7 +204,7 @@ class RuntimeContract:
         finally:
             snapshot.drop()
 
-    def test_a_kill_ends_a_call_and_every_process(self, start: Callable[..., Runtime]) -> None:
+    def test_a_kill_ends_a_call_and_every_process(self, start: Callable[..., AgentRuntime]) -> None:
         runtime = start()
         mark = _mark()
         _leave(runtime, mark)
@@ -255,7 +255,7 @@ def _mark() -> str:
     return f"mark-{uuid.uuid4()}"
 
 
-def _leave(runtime: Runtime, mark: str) -> None:
+def _leave(runtime: AgentRuntime, mark: str) -> None:
     line = ["python3", "-c", _LEAVES.format(mark=mark)]
     assert runtime.exec(line, timeout_s=LIMIT_S).code == 0
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from rft.extras.sandbox.container import IMAGE, container_command
 from rft.extras.sandbox.local_runtime import Talk
 from rft.extras.sandbox.processes import SandboxUnavailable
-from rft.types.runtime import Executed, RuntimeFailed, RuntimeSpec, Snapshot
+from rft.types.runtimes import Executed, RuntimeFailed, RuntimeFiles, RuntimeSpec
 
 _START_S = 120.0
 _ENGINE_S = 120.0  # for a command of the engine
@@ -46,7 +46,7 @@ _NOWHERE = "/proc"  # a working folder in which the engine's monitor can leave n
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineCommand:
     """The engine's command line."""
 
     command: tuple[str, ...]
@@ -82,8 +82,8 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class ContainerSnapshot:
-    engine: Engine
+class ContainerFiles:
+    engine: EngineCommand
     image: str
 
     def drop(self) -> None:
@@ -96,11 +96,11 @@ class ContainerDriver:
 
     def __init__(self, *, command: Sequence[str] | None = None) -> None:
         """`command`: of the engine.  Raises SandboxUnavailable without one."""
-        self.engine = Engine(tuple(command or container_command()))
+        self.engine = EngineCommand(tuple(command or container_command()))
 
-    def start(self, spec: RuntimeSpec, *, files: Snapshot | None = None) -> ContainerRuntime:
+    def start(self, spec: RuntimeSpec, *, files: RuntimeFiles | None = None) -> ContainerRuntime:
         """See `RuntimeDriver`."""
-        image = files.image if isinstance(files, ContainerSnapshot) else spec.image
+        image = files.image if isinstance(files, ContainerFiles) else spec.image
         if not IMAGE.fullmatch(image):
             raise SandboxUnavailable(f"{image[:80]!r} is no name of an image")
         for attempt in range(1, _STARTS + 1):
@@ -113,9 +113,9 @@ class ContainerDriver:
 
 
 class ContainerRuntime:
-    """See `rft.types.runtime.Runtime`."""
+    """See `rft.types.runtimes.AgentRuntime`."""
 
-    def __init__(self, engine: Engine, image: str, spec: RuntimeSpec) -> None:
+    def __init__(self, engine: EngineCommand, image: str, spec: RuntimeSpec) -> None:
         self.listener: socket.socket | None = None
         self._engine = engine
         self._spec = spec
@@ -202,7 +202,7 @@ class ContainerRuntime:
         user: str = "",
         timeout_s: float,
     ) -> Executed:
-        """See `Runtime`."""
+        """See `AgentRuntime`."""
         line = [
             *(*self._engine.command, "exec", "--interactive", "--workdir", self.workdir),
             *(word for name, text in (env or {}).items() for word in ("--env", f"{name}={text}")),
@@ -248,13 +248,13 @@ class ContainerRuntime:
         return False
 
     def put(self, archive: bytes, *, read_only: str = "") -> None:
-        """See `Runtime`."""
+        """See `AgentRuntime`."""
         self._engine.run("cp", "-", f"{self._name}:/", stdin=archive)
         if read_only:
             self._join("lock", read_only)
 
     def get(self, path: str, *, most_bytes: int) -> bytes:
-        """See `Runtime`."""
+        """See `AgentRuntime`."""
         with subprocess.Popen(
             [*self._engine.command, "cp", f"{self._name}:{path}", "-"],
             stdout=subprocess.PIPE,
@@ -274,17 +274,17 @@ class ContainerRuntime:
         return archive
 
     def stop(self) -> None:
-        """See `Runtime`."""
+        """See `AgentRuntime`."""
         self._join("stop")
 
-    def snapshot(self) -> ContainerSnapshot:
-        """See `Runtime`."""
+    def snapshot(self) -> ContainerFiles:
+        """See `AgentRuntime`."""
         image = f"localhost/{self._name}"
         self._engine.run("commit", "--quiet", self._name, image)
-        return ContainerSnapshot(self._engine, image)
+        return ContainerFiles(self._engine, image)
 
     def kill(self) -> None:
-        """See `Runtime`."""
+        """See `AgentRuntime`."""
         with self._killing:
             if self._dead:
                 return

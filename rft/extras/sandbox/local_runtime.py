@@ -23,7 +23,7 @@ from typing import Any
 
 from rft.extras.sandbox.local_room import LARGEST, NOBODY
 from rft.extras.sandbox.processes import SandboxUnavailable
-from rft.types.runtime import KEPT, Executed, RuntimeFailed, RuntimeSpec, Snapshot
+from rft.types.runtimes import KEPT, Executed, RuntimeFailed, RuntimeFiles, RuntimeSpec
 
 _START_S = 60.0
 _COPY_S = 120.0
@@ -46,26 +46,26 @@ SWITCH_ON = (
 
 
 @dataclass(frozen=True)
-class LocalSnapshot:
+class MachineFiles:
     archive: bytes
 
     def drop(self) -> None:
         """Its memory goes with it."""
 
 
-class LocalDriver:
+class MachineDriver:
     """Starts runtimes on this machine."""
 
-    def start(self, spec: RuntimeSpec, *, files: Snapshot | None = None) -> LocalRuntime:
+    def start(self, spec: RuntimeSpec, *, files: RuntimeFiles | None = None) -> MachineRuntime:
         """See `RuntimeDriver`."""
         if spec.image:
             raise SandboxUnavailable(
                 f"runtimes of this machine have its programs in place of an image; given "
                 f"{spec.image!r}; use a runtime of containers"
             )
-        runtime = LocalRuntime(spec)
+        runtime = MachineRuntime(spec)
         try:
-            if isinstance(files, LocalSnapshot):
+            if isinstance(files, MachineFiles):
                 runtime.put(files.archive)
         except BaseException:
             runtime.kill()
@@ -73,8 +73,8 @@ class LocalDriver:
         return runtime
 
 
-class LocalRuntime:
-    """See `rft.types.runtime.Runtime`."""
+class MachineRuntime:
+    """See `rft.types.runtimes.AgentRuntime`."""
 
     def __init__(self, spec: RuntimeSpec) -> None:
         self.workdir = spec.workdir or "/"
@@ -155,7 +155,7 @@ class LocalRuntime:
         user: str = "",
         timeout_s: float,
     ) -> Executed:
-        """See `Runtime`."""
+        """See `AgentRuntime`."""
         if user not in _USERS:
             raise RuntimeFailed(
                 f"a runtime of this machine has the users root and nobody, not {user!r}"
@@ -181,7 +181,7 @@ class LocalRuntime:
             return Executed(code, *talk.tails())
 
     def put(self, archive: bytes, *, read_only: str = "") -> None:
-        """See `Runtime`."""
+        """See `AgentRuntime`."""
         read, write = os.pipe()
         number = self._send({"do": "put", "read_only": read_only}, [read])
         with self._using:
@@ -190,7 +190,7 @@ class LocalRuntime:
             self._reply(number)
 
     def get(self, path: str, *, most_bytes: int) -> bytes:
-        """See `Runtime`."""
+        """See `AgentRuntime`."""
         read, write = os.pipe()
         pieces = []
         size = 0
@@ -206,16 +206,16 @@ class LocalRuntime:
         return b"".join(pieces)
 
     def stop(self) -> None:
-        """See `Runtime`."""
+        """See `AgentRuntime`."""
         with self._using:
             self._reply(self._send({"do": "stop"}, []))
 
-    def snapshot(self) -> LocalSnapshot:
-        """See `Runtime`."""
-        return LocalSnapshot(self.get("/", most_bytes=self._spec.limits.disk_mb << 21))
+    def snapshot(self) -> MachineFiles:
+        """See `AgentRuntime`."""
+        return MachineFiles(self.get("/", most_bytes=self._spec.limits.disk_mb << 21))
 
     def kill(self) -> None:
-        """See `Runtime`."""
+        """See `AgentRuntime`."""
         with self._killing:
             if self._room.returncode is not None:
                 return

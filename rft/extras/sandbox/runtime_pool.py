@@ -13,23 +13,23 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from rft.types.runtime import Runtime, RuntimeDriver, RuntimeFailed, RuntimeSpec, Snapshot
+from rft.types.runtimes import AgentRuntime, RuntimeDriver, RuntimeFailed, RuntimeFiles, RuntimeSpec
 from rft.worker.job_pool import JobPool
 
 T = TypeVar("T")
 
 
-class Lease:
+class RuntimeLease:
     """The runtimes of one piece of work; it has one at a time."""
 
     def __init__(self, driver: RuntimeDriver) -> None:
         self._driver = driver
         self._lock = threading.Lock()
-        self._runtime: Runtime | None = None
-        self._snapshots: list[Snapshot] = []
+        self._runtime: AgentRuntime | None = None
+        self._snapshots: list[RuntimeFiles] = []
         self._ended = False
 
-    def start(self, spec: RuntimeSpec, *, files: Snapshot | None = None) -> Runtime:
+    def start(self, spec: RuntimeSpec, *, files: RuntimeFiles | None = None) -> AgentRuntime:
         """Kill the present runtime and start another; see `RuntimeDriver.start`."""
         self._kill()
         runtime = self._driver.start(spec, files=files)
@@ -41,7 +41,7 @@ class Lease:
             raise RuntimeFailed("the work has ended")
         return runtime
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> RuntimeFiles:
         """Return a snapshot of the present runtime, dropped at the end of the work."""
         assert self._runtime is not None
         snapshot = self._runtime.snapshot()
@@ -73,11 +73,11 @@ class RuntimePool(JobPool):
     def __init__(self, driver: RuntimeDriver, *, size: int | None = None) -> None:
         super().__init__("runtimes", size=size or max(2, min(16, os.cpu_count() or 1)))
         self._driver = driver
-        self._leases: set[Lease] = set()
+        self._leases: set[RuntimeLease] = set()
 
-    async def use(self, work: Callable[[Lease], T]) -> T:
+    async def use(self, work: Callable[[RuntimeLease], T]) -> T:
         """Return `work(lease)`, from a thread; a cancelled call interrupts it and waits for its end."""
-        lease = Lease(self._driver)
+        lease = RuntimeLease(self._driver)
         working = asyncio.ensure_future(self._done(lambda: self._worked(work, lease)))
         try:
             return await asyncio.shield(working)
@@ -87,7 +87,7 @@ class RuntimePool(JobPool):
             await asyncio.wait({working})
             raise
 
-    def _worked(self, work: Callable[[Lease], T], lease: Lease) -> T:
+    def _worked(self, work: Callable[[RuntimeLease], T], lease: RuntimeLease) -> T:
         with self._lock:
             self.calls += 1
             self._leases.add(lease)

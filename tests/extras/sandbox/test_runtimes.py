@@ -10,25 +10,25 @@ from pathlib import Path
 import pytest
 
 from rft.extras.sandbox.container_runtime import ContainerDriver
-from rft.extras.sandbox.local_runtime import LocalDriver
+from rft.extras.sandbox.local_runtime import MachineDriver
 from rft.extras.sandbox.processes import SandboxUnavailable
-from rft.extras.sandbox.runtime_pool import Lease, RuntimePool
+from rft.extras.sandbox.runtime_pool import RuntimeLease, RuntimePool
 from rft.testing.runtime_contract import LIMIT_S, RuntimeContract
-from rft.types.runtime import RuntimeFailed, RuntimeSpec
+from rft.types.runtimes import RuntimeFailed, RuntimeSpec
 from tests.extras.sandbox import containers
 
 
 @pytest.fixture(scope="module", autouse=True)
 def offered() -> None:
     try:
-        LocalDriver().start(RuntimeSpec()).kill()
+        MachineDriver().start(RuntimeSpec()).kill()
     except SandboxUnavailable as e:
         pytest.skip(str(e))
 
 
 class TestOnThisMachine(RuntimeContract):
-    def driver(self) -> LocalDriver:
-        return LocalDriver()
+    def driver(self) -> MachineDriver:
+        return MachineDriver()
 
 
 @pytest.mark.e2e
@@ -53,12 +53,12 @@ class TestContainers(RuntimeContract):
 
 
 async def test_a_pool_has_at_most_so_many() -> None:
-    pool = RuntimePool(LocalDriver(), size=2)
+    pool = RuntimePool(MachineDriver(), size=2)
     together = threading.Barrier(2)
     alive: set[int] = set()
     most = 0
 
-    def work(lease: Lease) -> int:
+    def work(lease: RuntimeLease) -> int:
         nonlocal most
         runtime = lease.start(RuntimeSpec())
         alive.add(id(lease))
@@ -75,12 +75,12 @@ async def test_a_pool_has_at_most_so_many() -> None:
 
 
 async def test_a_cancelled_call_leaves_no_runtime() -> None:
-    pool = RuntimePool(LocalDriver(), size=1)
+    pool = RuntimePool(MachineDriver(), size=1)
     loop = asyncio.get_running_loop()
     begun = asyncio.Event()
     failed: list[Exception] = []
 
-    def work(lease: Lease) -> None:
+    def work(lease: RuntimeLease) -> None:
         runtime = lease.start(RuntimeSpec())
         loop.call_soon_threadsafe(begun.set)
         try:
@@ -102,4 +102,4 @@ async def test_a_cancelled_call_leaves_no_runtime() -> None:
 
 def test_another_image_needs_containers() -> None:
     with pytest.raises(SandboxUnavailable, match="in place of an image"):
-        LocalDriver().start(RuntimeSpec(image="python:3.12"))
+        MachineDriver().start(RuntimeSpec(image="python:3.12"))

@@ -40,7 +40,7 @@ class RuntimeSpec:
     """`image`: its files; empty: the programs of this machine, read-only.  `workdir`: empty: that
     of the image.
 
-    `port`: not 0: the only network; `Runtime.listener` listens at 127.0.0.1:port inside.
+    `port`: not 0: the only network; `AgentRuntime.listener` listens at 127.0.0.1:port inside.
     `shown`: folders of this machine, read-only at the same place.
     """
 
@@ -63,13 +63,13 @@ class Executed:
     errors: bytes
 
 
-class Snapshot(Protocol):
+class RuntimeFiles(Protocol):
     """The files of a runtime, to start others from."""
 
     def drop(self) -> None: ...
 
 
-class Runtime(Protocol):
+class AgentRuntime(Protocol):
     """Methods raise RuntimeFailed."""
 
     workdir: str
@@ -108,7 +108,7 @@ class Runtime(Protocol):
         """End every process inside; the files stay."""
         ...
 
-    def snapshot(self) -> Snapshot: ...
+    def snapshot(self) -> RuntimeFiles: ...
 
     def kill(self) -> None:
         """End everything; no error where it has ended already."""
@@ -116,7 +116,7 @@ class Runtime(Protocol):
 
 
 class RuntimeDriver(Protocol):
-    def start(self, spec: RuntimeSpec, *, files: Snapshot | None = None) -> Runtime:
+    def start(self, spec: RuntimeSpec, *, files: RuntimeFiles | None = None) -> AgentRuntime:
         """Start a runtime, from the files of a snapshot if one is given.
 
         Raises RuntimeFailed, or SetupError where this machine cannot run any.
