@@ -70,8 +70,8 @@ class RuntimeContract:
         runtimes: list[AgentRuntime] = []
 
         def start(files: object = None, **spec: object) -> AgentRuntime:
-            made = RuntimeSpec(image=self.image, **spec)  # type: ignore[arg-type]
-            runtimes.append(self.driver().start(made, files=files))  # type: ignore[arg-type]
+            full = RuntimeSpec(image=self.image, **spec)  # type: ignore[arg-type]
+            runtimes.append(self.driver().start(full, files=files))  # type: ignore[arg-type]
             return runtimes[-1]
 
         yield start
@@ -152,9 +152,9 @@ class RuntimeContract:
         (tmp_path / "secret").write_text("secret-value")
         runtime = start(shown=())
         script = f"env; cat {tmp_path}/secret; cat /proc/*/environ; ls /proc; id"
-        found = runtime.exec(["sh", "-c", script], timeout_s=LIMIT_S)
-        assert b"secret-value" not in found.output
-        assert str(os.getpid()).encode() not in found.output.split()
+        seen_inside = runtime.exec(["sh", "-c", script], timeout_s=LIMIT_S)
+        assert b"secret-value" not in seen_inside.output
+        assert str(os.getpid()).encode() not in seen_inside.output.split()
 
     def test_shown_folders_are_read_only(self, start: Callable[..., AgentRuntime]) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -262,8 +262,8 @@ def _leave(runtime: AgentRuntime, mark: str) -> None:
 
 def _marked(mark: str) -> list[int]:
     """Return the processes of this machine with `mark` on their command lines."""
-    found = psutil.process_iter(["cmdline"])
-    return [p.pid for p in found if mark in " ".join(p.info["cmdline"] or ())]
+    processes = psutil.process_iter(["cmdline"])
+    return [p.pid for p in processes if mark in " ".join(p.info["cmdline"] or ())]
 
 
 def _wait(ends: list[int]) -> None:

@@ -131,9 +131,9 @@ class ContainerRuntime:
         )
         try:
             self._await_start()
-            found = json.loads(engine.run("inspect", "--type", "container", self._name))[0]
-            self._pid = int(found["State"]["Pid"])
-            self.workdir = spec.workdir or found["Config"]["WorkingDir"] or "/"
+            state = json.loads(engine.run("inspect", "--type", "container", self._name))[0]
+            self._pid = int(state["State"]["Pid"])
+            self.workdir = spec.workdir or state["Config"]["WorkingDir"] or "/"
             if spec.port:
                 self.listener = self._listening(spec.port)
         except BaseException:

@@ -117,9 +117,9 @@ def drop_capabilities(but: Iterable[int] = ()) -> None:
 
 def bound_capabilities(most: Iterable[int]) -> None:
     """Keep this process and its children from ever having other capabilities than these."""
-    kept = set(most)
+    allowed = set(most)
     for number in range(_CAPABILITIES):
-        if number not in kept and _libc.prctl(_PR_CAPBSET_READ, number, 0, 0, 0) == 1:
+        if number not in allowed and _libc.prctl(_PR_CAPBSET_READ, number, 0, 0, 0) == 1:
             _check(_libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0), "PR_CAPBSET_DROP")
 
 
