@@ -138,11 +138,7 @@ class BatchRunner:
                     f"buffer stats`, rollout/groups/rejected"
                 )
                 record = MetricRecord(
-                    role="explorer",
-                    step=batch.number + 1,
-                    time=time.time(),
-                    values={},
-                    notes=(note,),
+                    role="explorer", step=batch.number + 1, values={}, notes=(note,)
                 )
                 await self._sink.log(record)
             self.breaker.check(group)

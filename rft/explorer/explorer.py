@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -150,12 +149,7 @@ class Explorer:
                 judges = judge_metrics.counts()  # includes the judge calls of this evaluation
                 if judges and self._evaluator.tasksets:
                     await self._sink.log(
-                        MetricRecord(
-                            role="explorer",
-                            step=self._reported + 1,
-                            time=time.time(),
-                            values=judges,
-                        )
+                        MetricRecord(role="explorer", step=self._reported + 1, values=judges)
                     )
             await self._recipes.close()
         except BaseException as error:
@@ -178,13 +172,7 @@ class Explorer:
         if changed := await self._buffer.check_taskset_fingerprints(fingerprints):
             note = OTHER_ROWS.format(", ".join(changed))
             await self._sink.log(
-                MetricRecord(
-                    role="explorer",
-                    step=self._cursor + 1,
-                    time=time.time(),
-                    values={},
-                    notes=(note,),
-                )
+                MetricRecord(role="explorer", step=self._cursor + 1, values={}, notes=(note,))
             )
         previous: Batch | None = None
         evaluation: asyncio.Task[object] | None = None
@@ -273,9 +261,7 @@ class Explorer:
             values["rollout/time/limit"] = self._runner.times.limit_s
         self._runner.times.add(batch.played)
         self._reported = batch.number + 1
-        await self._sink.log(
-            MetricRecord(role="explorer", step=self._reported, time=time.time(), values=values)
-        )
+        await self._sink.log(MetricRecord(role="explorer", step=self._reported, values=values))
 
     async def _report_often(self) -> None:
         while True:
