@@ -42,6 +42,10 @@ from rft.types.metrics import Metric
 from rft.types.ports import Engine, Scorer, Sender, WeightManifest
 
 log = logging.getLogger(__name__)
+_NO_EXPLORER = (
+    ", and none is there: start one (mode: explore), or raise synchronizer.sync_timeout.  "
+    "The run resumes from its last checkpoint when it is started again"
+)
 
 
 class Synchronizer:
@@ -110,10 +114,7 @@ class Synchronizer:
             raise
 
     async def _publish_with_retries(self, manifest: WeightManifest) -> list[Metric]:
-        """Try to serve the version, and roll back after each failed attempt.
-
-        Raises WeightSyncFailed after `retries` more attempts, or a failed roll-back.
-        """
+        """Try to serve the version, up to `retries` more times; roll back after each failure."""
         failures = 0
         while True:
             version = self._gate.next_attempt(manifest.version)
@@ -385,16 +386,10 @@ class Synchronizer:
     async def _wait_for_engines(self, version: Version) -> None:
         if self._engines.numbers:
             return
-        log.info("version %s waits for an explorer to join", version)
-        remedy = (
-            ", and none is there: start one (mode: explore), or raise synchronizer.sync_timeout.  "
-            "The run resumes from its last checkpoint when it is started again"
-        )
+        whom = "an explorer to join"
+        log.info("version %s waits for %s", version, whom)
         await self._waits.until(
-            lambda: bool(self._engines.numbers),
-            f"version {version}",
-            "an explorer to join",
-            lambda: remedy,
+            lambda: bool(self._engines.numbers), f"version {version}", whom, lambda: _NO_EXPLORER
         )
 
 
