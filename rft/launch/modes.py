@@ -1,13 +1,12 @@
 """Start the parts (processes) of a run in each mode, and wait until they are done.  Independent of
 Ray, behind the runtime.
 
-    class             mode                             starts
-    ExploreAndTrain   both                             buffer, trainer, coordinator, engines, explorer
-                      serve                            the same; sessions of clients instead of tasks
-                      train                            buffer, trainer, coordinator; explorers join it
-    Explore           explore                          engines, explorer; it joins such a trainer
-                      serve (explorer.serve.trainer_apart)   the same, for sessions of clients
-    TrainOffline      train, on a data set             trainer, monitor
+    ExploreAndTrain   both      buffer, trainer, coordinator, engines, explorer
+                      serve     the same, for sessions of clients instead of tasks
+                      train     buffer, trainer, coordinator; explorers join them
+    Explore           explore   engines, explorer; they join such a trainer
+                      serve     the same, for sessions, with explorer.serve.trainer_apart
+    TrainOffline      train     on a data set: trainer, monitor
 
 The explorer waits for the coordinator's gate, the trainer for the buffer's lease, the launcher for
 the end of either.  The first failing part ends the run; its error decides the exit code.  Processes
