@@ -155,7 +155,9 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.setdefault(leftovers.MARK, uuid.uuid4().hex)
     os.environ["PYTHONPATH"] = str(ROOT)
-    wanted = places(*(value.split(",") for value in (options.only, options.actions, options.phases)))
+    wanted = places(
+        *(value.split(",") for value in (options.only, options.actions, options.phases))
+    )
     cells = {cell.place: cell for cell in (from_page(PAGE.read_text()) if options.keep else [])}
     cells |= {cell.place: cell for cell in played(options.cells)}
     end = time.monotonic() + 60 * options.minutes

@@ -77,6 +77,8 @@ def test_a_page_goes_on_from_its_cells(struck, monkeypatch, tmp_path, capsys) ->
 
 def test_the_published_page_is_read() -> None:
     page = Path(kill_table.__file__).parents[1] / "docs" / "measured" / "kill-table.md"
-    rows = [line for line in page.read_text().splitlines() if " KILL |" in line or " STOP |" in line]
+    rows = [
+        line for line in page.read_text().splitlines() if " KILL |" in line or " STOP |" in line
+    ]
     assert rows
     assert [cell.text() for cell in kill_table.from_page(page.read_text())] == rows
