@@ -267,7 +267,7 @@ async def test_a_notebook_does_what_the_commands_do(tmp_path: Path, tiny_model: 
     )
     rewards = one.replay("format_reward", limit=2)
     assert len(rewards) == 8 and rewards["new"].notna().all()
-    with pytest.raises(ConfigError, match="^where: no rollout matches"):
+    with pytest.raises(ConfigError, match=r"^where: no rollout matches"):
         one.replay("format_reward", where="reward > 9")
     assert "<svg" in one.report(tmp_path / "one.html").read_text()
     assert one.compare(two)["configuration"]["seed"] == {"one": "0", "two": "1"}
