@@ -97,10 +97,10 @@ class _EnvironmentTable(_Network):
         table = dict(table)
         for name in ("memory", "storage"):
             if isinstance(text := table.pop(name, None), str):
-                found = re.fullmatch(r"([\d.]+)([KMG])", text.strip().upper())
-                if not found:
+                size = re.fullmatch(r"([\d.]+)([KMG])", text.strip().upper())
+                if not size:
                     raise ValueError(f"{name} {text!r} is no size such as 2G or 512M")
-                megabytes = int(float(found[1]) * _MB[found[2]])
+                megabytes = int(float(size[1]) * _MB[size[2]])
                 if table.setdefault(f"{name}_mb", megabytes) != megabytes:
                     raise ValueError(f"{name} and {name}_mb differ")
         return table

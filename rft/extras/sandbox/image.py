@@ -41,8 +41,10 @@ def built_from(
     engine = tuple(command or container_command())
     name = f"localhost/rft-task:{_digest(folder)}"
     with _BUILDING:
-        seen = subprocess.run([*engine, "image", "inspect", name], capture_output=True, check=False)
-        if seen.returncode == 0:
+        inspected = subprocess.run(
+            [*engine, "image", "inspect", name], capture_output=True, check=False
+        )
+        if inspected.returncode == 0:
             return name
         try:
             done = subprocess.run(

@@ -229,16 +229,16 @@ class Attempt:
                 f"{self._task.folder} has the work folder /; give it a WORKDIR, or `carry: "
                 f"everything`"
             )
-        left = []
+        archives = []
         for path in (runtime.workdir, *self._task.table.carried()):
             try:
-                left.append((path, runtime.get(path, most_bytes=_LARGEST)))
+                archives.append((path, runtime.get(path, most_bytes=_LARGEST)))
             except FileNotFoundError:
                 self.info.setdefault("missing", []).append(path)
         tests = self._started(lease, spec)
-        for path, archive in left:
+        for path, archive in archives:
             tests.exec([*_REMOVE, path], timeout_s=_LONGEST_S)
-            tests.put(moved(archive, path))
+            tests.put(moved(archive, path, as_folder=path == runtime.workdir))
         return tests
 
     def _tested(self, runtime: AgentRuntime) -> Score:
@@ -248,7 +248,7 @@ class Attempt:
         mode = "777" if user else "755"
         runtime.exec(["mkdir", "-p", "-m", mode, LOGS], timeout_s=_LONGEST_S)
         runtime.put(
-            packed_folder(self._task.folder / "tests", "/tests", run=["test.sh"]),
+            packed_folder(self._task.folder / "tests", "/tests", run=["test.sh"], private=not user),
             read_only="/tests",
         )
         done = runtime.exec(
@@ -271,8 +271,10 @@ class Attempt:
         )
 
 
-def moved(archive: bytes, path: str) -> bytes:
+def moved(archive: bytes, path: str, *, as_folder: bool = False) -> bytes:
     """Return the archive of `path` with names from the root, without what could lead to tests.
+
+    `as_folder`: it is a folder, whatever the archive has in its place.
 
     Kept are files, folders, and links inside `path` or to programs: a link into the tests would
     show them to a test that compares files.
@@ -284,9 +286,16 @@ def moved(archive: bytes, path: str) -> bytes:
         tarfile.open(fileobj=io.BytesIO(archive)) as old,
         tarfile.open(fileobj=out, mode="w") as new,
     ):
+        if as_folder:
+            folder = tarfile.TarInfo(top)
+            folder.type = tarfile.DIRTYPE
+            folder.mode = 0o755
+            new.addfile(folder)
         for entry in old:
             entry.name = posixpath.join(parent, entry.name).strip("/")
             if entry.issym() and not _harmless(entry, top):
+                continue
+            if as_folder and entry.name == top and not entry.isdir():
                 continue
             if entry.islnk():
                 entry.linkname = posixpath.join(parent, entry.linkname).strip("/")
