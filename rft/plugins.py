@@ -190,7 +190,7 @@ class Registry:
             return _fitted(plugin)
         names = self.names(kind)
         raise PluginError(
-            f"unknown {kind} {name!r}.  Known: {', '.join(names) or 'none'}.{nearest(name, names)}  "
+            f"unknown {kind} {name!r}.{nearest(name, names)}  Known: {', '.join(names) or 'none'}.  "
             "Your own plugin is found with --plugin-dir DIR, as pkg.module:Name or as "
             "path/file.py:Name."
         )

@@ -245,7 +245,8 @@ def _options(
         ),
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error; allowed anywhere.")
+        bool,
+        typer.Option("--debug", help="Show the traceback of an error; may follow any command."),
     ] = False,
 ) -> None:
     """Show options in the help; `main` reads them."""

@@ -1,4 +1,4 @@
-"""Verbs of the core and of extras.  Imports none of them."""
+"""The commands of the core and of extras, none of which it imports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rft.plugins import Verb, extras
 
 CORE = {
     "run": Verb(
-        "Train: explore, judge, learn, synchronise; resumes where it was stopped.",
+        "Train a model, or resume a run that was stopped.",
         "rft run --config my.yaml trainer.total_steps=50",
         "rft.cli.run_command:run",
     ),
@@ -21,7 +21,7 @@ CORE = {
         "rft.cli.explain_command:explain",
     ),
     "quickstart": Verb(
-        "A real pretrained model learns single-digit sums on this machine.",
+        "Train a small pretrained model on single-digit sums.",
         "rft quickstart --seed 1",
         "rft.cli.quickstart_command:quickstart",
     ),
@@ -31,7 +31,7 @@ CORE = {
         "rft.cli.status_command:status",
     ),
     "chat": Verb(
-        "Talk to a checkpoint, or to a model.",
+        "Talk to the checkpoint of a run, or to a model folder.",
         "rft chat runs/rft/tiny",
         "rft.cli.chat_command:chat",
     ),
@@ -46,7 +46,7 @@ CORE = {
         "rft.cli.eval_command:evaluate",
     ),
     "debug": Verb(
-        "Play one task, score one answer, or train one step again.",
+        "Run one task, score one answer, or repeat one train step.",
         "rft debug workflow --config my.yaml --say 4",
         "rft.cli.debug_command:debug",
     ),
@@ -56,7 +56,7 @@ CORE = {
         "rft.cli.new_command:new",
     ),
     "export": Verb(
-        "Copy the verified Hugging Face model of a checkpoint.",
+        "Write a checkpoint as a Hugging Face model.",
         "rft export runs/rft/tiny -o exported",
         "rft.cli.export_command:export",
     ),
@@ -66,12 +66,12 @@ CORE = {
         "rft.cli.status_command:log",
     ),
     "plugins": Verb(
-        "List what a configuration can name.",
+        "List workflows, rewards, losses and other plugins by name.",
         "rft plugins",
         "rft.cli.explain_command:plugins",
     ),
     "buffer": Verb(
-        "Look into a run's experience buffer.",
+        "Query, sample or audit the experiences of a run.",
         "rft buffer sample runs/rft/tiny --step 10 --worst 3",
         "rft.cli.buffer_command:buffer",
     ),
@@ -79,7 +79,7 @@ CORE = {
 
 
 def all_verbs() -> dict[str, Verb]:
-    """Return all verbs by name."""
+    """Return all commands by name."""
     verbs = dict(CORE)
     for extra in extras().values():
         verbs |= extra.verbs

@@ -5,12 +5,12 @@ from rft.plugins import Extra, Verb
 EXTRA = Extra(
     verbs={
         "bench": Verb(
-            "Score stored answers with a taskset's reward, split by source.",
+            "Measure a reward on a file of answers, by source.",
             "rft bench -i answers.jsonl --reward-fn math_reward --truth-key answer",
             "rft.extras.judge_lab.judge_command:bench",
         ),
         "replay": Verb(
-            "Score a run's stored rollouts with another reward.",
+            "Score the stored rows of a run with another reward.",
             "rft replay runs/rft/tiny --reward my_rewards.py:better",
             "rft.extras.judge_lab.replay_command:replay",
         ),

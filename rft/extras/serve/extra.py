@@ -5,7 +5,7 @@ from rft.plugins import Extra, Verb
 EXTRA = Extra(
     verbs={
         "serve": Verb(
-            "Answer OpenAI requests and learn from the rewards that are posted.",
+            "Serve an OpenAI-compatible API and train on the rewards posted to it.",
             "rft serve --config my.yaml",
             "rft.extras.serve.serve_command:serve",
         ),

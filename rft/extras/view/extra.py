@@ -5,7 +5,7 @@ from rft.plugins import Extra, Verb
 EXTRA = Extra(
     verbs={
         "view": Verb(
-            "Show runs in a browser, live and afterwards; nothing can be changed there.",
+            "Show runs in a browser, live or ended, read-only.",
             "rft view runs",
             "rft.extras.view.view_command:view",
         ),
