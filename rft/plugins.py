@@ -43,7 +43,7 @@ class Plugin:
 
 
 @dataclass(frozen=True)
-class Verb:
+class CliCommand:
     """A command of `rft`.  `entry`: "package.module:name" of a function or a typer app."""
 
     help: str
@@ -55,11 +55,11 @@ class Verb:
 class Extra:
     """Additions of a folder below rft/extras to the core, which runs without it.
 
-    `verbs`: by name.  `plugins`: modules that register plugins.  `entries`:
+    `commands`: by name.  `plugins`: modules that register plugins.  `entries`:
     "package.module:function" by kind and name, loaded when the core needs the kind.
     """
 
-    verbs: Mapping[str, Verb] = field(default_factory=dict)
+    commands: Mapping[str, CliCommand] = field(default_factory=dict)
     plugins: tuple[str, ...] = ()
     entries: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 

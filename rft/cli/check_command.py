@@ -36,9 +36,7 @@ def check(
     ] = False,
     gpu_memory: Annotated[
         float | None,
-        typer.Option(
-            help="memory of each GPU in GiB, to compare with the estimate", show_default=False
-        ),
+        typer.Option(help="GiB of each GPU, to compare with the estimate", show_default=False),
     ] = None,
     dry_run: Annotated[
         bool,

@@ -1,4 +1,4 @@
-"""Options of several verbs, and functions for them.  Imports only the errors."""
+"""Options of several commands, and functions for them.  Imports only the errors."""
 
 from __future__ import annotations
 

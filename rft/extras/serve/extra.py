@@ -1,10 +1,10 @@
 """The extra that learns from sessions of agents elsewhere, and its client."""
 
-from rft.plugins import Extra, Verb
+from rft.plugins import CliCommand, Extra
 
 EXTRA = Extra(
-    verbs={
-        "serve": Verb(
+    commands={
+        "serve": CliCommand(
             "Serve an OpenAI-compatible API and train on the rewards posted to it.",
             "rft serve --config my.yaml",
             "rft.extras.serve.serve_command:serve",
