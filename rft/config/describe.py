@@ -1,8 +1,8 @@
 """One key explained: meaning, type, default, who reads it; and a resolved configuration in words:
 where each value came from.
 
-Knows the schema.  Invariant: everything said is read from it; nothing is described twice.  What
-related tools call a key is added by an extra.
+Depends on the schema.  Invariant: everything said is read from it; nothing is described twice.
+What related tools call a key is added by an extra.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run explorer and trainer until both finish; the first failure, Ctrl-C or SIGTERM ends both."""
+"""Run explorer and trainer until both are done; the first failure, Ctrl-C or SIGTERM ends both."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ async def run_to_end(
 ) -> None:
     """Wait until trainer and explorer (if any) are done; report the first failure and raise it.
 
-    `watch` raises when a part dies or hangs.  `fail` reports a failure to all waiters (default:
-    `coordinator.fail`).  `sides` are stopped by a signal.
+    `watch` raises when a process dies or hangs, and never returns.  `fail` reports a failure to all
+    that wait (default: `coordinator.fail`).
     """
     work: tuple[asyncio.Future[None], ...] = tuple(
         asyncio.ensure_future(side) for side in (explore, train) if side is not None

@@ -1,16 +1,17 @@
-"""Start the processes of a run, by mode, and run them.  Knows no Ray: the runtime starts processes.
+"""Start the parts (processes) of a run in each mode, and wait until they are done.  Independent of
+Ray, behind the runtime.
 
-    class                            mode                   processes
-    ExploreAndTrain                  both                   buffer, trainer, coordinator, engines, explorer
-    ExploreAndTrain                  serve                  the same; sessions of clients instead of tasks
-    ExploreAndTrain(explores=False)  train                  buffer, trainer, coordinator; explorers join
-    Explore                          explore                engines, explorer; join the coordinator of `train`
-    Explore                          serve, trainer_apart   the same; sessions of clients instead of tasks
-    TrainOffline                     train, on a data set   trainer, monitor
+    ExploreAndTrain   both      buffer, trainer, coordinator, engines, explorer
+                      serve     the same, for sessions of clients instead of tasks
+                      train     buffer, trainer, coordinator; explorers join them
+    Explore           explore   engines, explorer; they join such a trainer
+                      serve     the same, for sessions, with explorer.serve.trainer_apart
+    TrainOffline      train     on a data set: trainer, monitor
 
 The explorer waits for the coordinator's gate, the trainer for the buffer's lease, the launcher for
 the end of either.  The first failing part ends the run; its error decides the exit code.  Processes
-of `train` and `explore` may start in any order; neither touches processes or files of the other.
+of modes `train` and `explore` may start in any order, and never touch each other's processes or
+files.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class _Training(Mode):
 
 
 class ExploreAndTrain(_Training):
-    """Explorer and trainer with one buffer; `explores` False: explorers join from other processes."""
+    """Explorer and trainer with one buffer; `explores` False: explorers run elsewhere and join."""
 
     def __init__(self, plan: Plan, *, explores: bool) -> None:
         super().__init__(plan)
@@ -162,6 +163,7 @@ class ExploreAndTrain(_Training):
         self._joined: JoinReply | None = None
 
     async def start(self, parts: Parts) -> bool:
+        """Start engines and explorer, and buffer, trainer and coordinator; let the engines join."""
         plan = self.plan
         await parts.reserve(engines=self._explores, trainer=True)
         specs = [*engine_specs(plan), *explorer_specs(plan)] if self._explores else []
@@ -199,6 +201,7 @@ class ExploreAndTrain(_Training):
         await parts.start([PartSpec("coordinator", "coordinator", arguments)])
 
     async def work(self, parts: Parts, on_record: OnRecord, signals: Signals) -> None:
+        """Train, and explore or serve the explorers that join, until both are done."""
         (trainer, *ranks), coordinator = parts.ranks, parts.by_name["coordinator"]
         buffer = BoundPart(parts.by_name["buffer"], self.started.lineage)
         sync = sink = coordinator

@@ -1,6 +1,6 @@
 """Load a causal language model as a policy: micro-batch in, log-probs of its trained tokens out.
 
-Knows transformers and FSDP2; not losses, optimizers or files of a run.
+Depends on transformers and FSDP2, not on losses, optimizers or files of a run.
 Invariant: callers always call the outermost module, so FSDP2's hooks run for the output layer and
 the log-probs too.
 """
