@@ -1,0 +1,161 @@
+"""Rows with 0, 1 and 2 images of unequal size for the tiny models that read images, and what plain
+transformers computes for each row alone.  Knows the families' formats; nothing of the trainer's
+forward.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rft.images.processor import ImageProcessor
+from rft.testing import vision
+from rft.trainer.rows.pack import RowImage, TrainRow
+from rft.types.images import Image, ImagePlace
+
+_SIZES = ((20, 31), (64, 40), (33, 90))  # width, height
+
+
+def expanded(family: str, words: Any, tokens: int) -> tuple[list[int], int, int]:
+    """Return (tokens, start, length) of an image with so many features, as processors write it."""
+
+    def ids(*names: str) -> list[int]:
+        return [words.convert_tokens_to_ids(name) for name in names]
+
+    if family.startswith("qwen"):
+        inner = ids("<|image_pad|>") * tokens
+        return ids("<|vision_start|>") + inner + ids("<|vision_end|>"), 1, tokens
+    if family == "gemma3":
+        inner = ids("<image_soft_token>") * tokens
+        return ids("<start_of_image>") + inner + ids("<end_of_image>"), 1, tokens
+    fake, image, whole = ids("<fake_token_around_image>", "<image>", "<global-img>")
+    parts = tokens // 4
+    row = []
+    for part in range(parts - 1):
+        mark = f"<row_{part // 2 + 1}_col_{part % 2 + 1}>"
+        row += [fake, *ids(mark), *[image] * 4]
+    row += [fake, whole, *[image] * 4, fake]
+    return row, 0, len(row)
+
+
+def rows(family: str, folder: Path) -> list[TrainRow]:
+    """3 groups of 2 rows with 0, 1 and 2 images; the two rows of a group show the same images, and one
+    row has sampled a placeholder.
+    """
+    draw = np.random.default_rng(5)
+    words = vision.tokenizer(family)
+    processor = ImageProcessor(folder)
+    files = [vision.picture(*size, seed) for seed, size in enumerate(_SIZES)]
+    placeholder = words.convert_tokens_to_ids(_placeholder(family))
+    made = []
+    for group, shows in enumerate(([], [0], [1, 2])):
+        tokens = draw.integers(3, 250, 4).tolist()
+        images = []
+        for file in shows:
+            read = processor.process(files[file])
+            span, start, length = expanded(family, words, read.tokens)
+            place = ImagePlace(
+                Image.of(files[file]).sha256, len(tokens) + start, length, read.grid, read.pixels
+            )
+            images.append(RowImage(place, files[file]))
+            tokens += [*span, *draw.integers(3, 250, 3).tolist()]
+        for run in range(2):
+            answer = draw.integers(3, 250, 3 + 4 * run).tolist()
+            if group == 2 and run == 1:
+                answer[2] = placeholder
+            count = len(tokens) + len(answer)
+            mask = np.arange(count) >= len(tokens)
+            made.append(
+                TrainRow(
+                    tokens=np.array([*tokens, *answer], np.int32),
+                    loss_mask=mask,
+                    logprobs=np.zeros(count, np.float32),
+                    temperatures=1.0,
+                    advantages=np.full(len(answer), draw.normal(), np.float32),
+                    images=tuple(images),
+                    group=str(group),
+                )
+            )
+    return made
+
+
+def _placeholder(family: str) -> str:
+    if family.startswith("qwen"):
+        return "<|image_pad|>"
+    return "<image_soft_token>" if family == "gemma3" else "<image>"
+
+
+def reference(folder: Path) -> Any:
+    """Return transformers' own model."""
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def logprobs(model: Any, folder: Path, row: TrainRow) -> torch.Tensor:
+    """Return log-probs float32 [L] of the row's trained tokens, computed for the row alone.
+
+    Tokens up to the first sampled placeholder are computed by the model's forward; transformers
+    would take a later one for an image, so the rest is computed from a cache, as in `generate`.
+    """
+    from PIL import Image as Picture
+    from transformers import AutoImageProcessor
+
+    ids = torch.from_numpy(row.tokens).long()[None]
+    token = model.config.image_token_id
+    start = int(row.loss_mask.argmax())
+    inputs: dict[str, Any] = {}
+    types = torch.zeros_like(ids)
+    if row.images:
+        pictures = [Picture.open(io.BytesIO(i.data)).convert("RGB") for i in row.images]
+        nested = model.config.model_type == "idefics3"
+        batch = AutoImageProcessor.from_pretrained(folder)(
+            images=[pictures] if nested else pictures, return_tensors="pt"
+        )
+        names = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
+        inputs = {name: batch[name] for name in names if name in batch}
+        types[:, :start] = (ids[:, :start] == token).long()
+        if model.config.model_type == "gemma3":
+            inputs["token_type_ids"] = types
+        elif "qwen" in model.config.model_type:
+            inputs["mm_token_type_ids"] = types
+    sampled = (ids[0, start:] == token).nonzero()
+    if not len(sampled):
+        out = model(input_ids=ids, use_cache=False, **inputs).logits[0]
+    else:
+        cut = start + int(sampled[0, 0])
+        first = {
+            name: value[:, :cut] if "token_type" in name else value
+            for name, value in inputs.items()
+        }
+        head = model(input_ids=ids[:, :cut], use_cache=True, **first)
+        position = {}
+        if (deltas := getattr(model.model, "rope_deltas", None)) is not None:
+            at = torch.arange(cut, ids.shape[1]) + deltas[0]
+            position = {"position_ids": at.view(1, 1, -1).expand(3, 1, -1)}
+        rest = model(input_ids=ids[:, cut:], past_key_values=head.past_key_values, **position)
+        out = torch.cat([head.logits[0], rest.logits[0]])
+    targets = ids[0, start:, None]
+    return out[start - 1 : -1].log_softmax(-1).gather(1, targets)[:, 0]
+
+
+def gradient(
+    model: Any, folder: Path, rows: Sequence[TrainRow]
+) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
+    """Return the log-probs of each row, and the gradient of on-policy GRPO over all of them:
+    - sum of advantage * ratio / trained tokens, where each ratio is 1.
+    """
+    model.zero_grad()
+    count = sum(int(row.loss_mask.sum()) for row in rows)
+    values = []
+    for row in rows:
+        lp = logprobs(model, folder, row)
+        ratio = (lp - lp.detach()).exp()
+        (-(torch.from_numpy(row.advantages) * ratio).sum() / count).backward()
+        values.append(lp.detach().numpy())
+    return values, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
