@@ -159,3 +159,15 @@ def gradient(
         (-(torch.from_numpy(row.advantages) * ratio).sum() / count).backward()
         values.append(lp.detach().numpy())
     return values, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def of_tower(name: str) -> bool:
+    """Return whether a parameter is the vision tower's or its projection's."""
+    return name.split(".")[1].startswith(("visual", "vision", "multi_modal_projector", "connector"))
+
+
+def spread(row: TrainRow, values: np.ndarray) -> np.ndarray:
+    """Return values [L] of the trained tokens as an array over all tokens."""
+    out = np.zeros(len(row.tokens), np.float32)
+    out[row.loss_mask] = values
+    return out

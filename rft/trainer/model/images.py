@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 

@@ -25,7 +25,16 @@ from rft.engine.routers import Routers
 from rft.engine.weights import saved_buffers
 from rft.errors import ConfigError, SetupError
 from rft.plugins import import_library
-from rft.trainer.model import attention, images, loading, lora, recompute, sharding, tensors, ulysses
+from rft.trainer.model import (
+    attention,
+    images,
+    loading,
+    lora,
+    recompute,
+    sharding,
+    tensors,
+    ulysses,
+)
 from rft.trainer.model.balance import RouterLogits, probabilities
 from rft.trainer.model.batch import MicroBatch
 from rft.trainer.model.logprobs import token_logprobs, token_statistics
@@ -304,9 +313,15 @@ def place(
         recompute.apply(policy.lm)
     _deterministic(policy)
     policy.requires_grad_(trained)
-    if not settings.train_vision:
-        for parameter in images.tower(policy.lm):
-            parameter.requires_grad_(False)
+    tower = images.tower(policy.lm)
+    if settings.train_vision and not tower:
+        raise ConfigError(
+            f"{type(policy.lm).__name__} has no vision tower; write false",
+            key="trainer.train_vision",
+            given=True,
+        )
+    for parameter in tower:
+        parameter.requires_grad_(trained and settings.train_vision)
     if policy.adapter is not None:
         lora.freeze(policy, policy.adapter)
     policy.sequence = ulysses.group(settings)
