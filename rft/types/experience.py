@@ -15,6 +15,7 @@ from rft.types import experts
 from rft.types.completion import Completion, Credit, VersionSpan
 from rft.types.credit import ScoredRow
 from rft.types.ids import ExperienceId, GroupId, Version
+from rft.types.images import ImagePlace
 from rft.types.task import SamplingArgs
 
 Status = Literal["complete", "truncated", "failed"]
@@ -73,6 +74,7 @@ class Experience(Struct, frozen=True, kw_only=True):
     teacher_top_logprobs: np.ndarray | None = None  # float16 [R, k + 1]
     # uint8 or uint16 [P, layers, experts]: the engine's choice, P <= T, see rft.types.experts
     routed_experts: np.ndarray | None = None
+    images: tuple[ImagePlace, ...] = ()  # in their order among the tokens
     is_expert: bool = False  # written by an expert, not sampled by the policy
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
@@ -251,6 +253,7 @@ def _joined(completions: Sequence[Completion]) -> dict[str, Any]:
     logps: list[np.ndarray] = []
     spans: list[VersionSpan] = []
     sampling: list[SamplingRecord] = []
+    images: tuple[ImagePlace, ...] = ()
     clipped = 0
     for n, c in enumerate(completions):
         call = f"model call {n}"
@@ -258,7 +261,11 @@ def _joined(completions: Sequence[Completion]) -> dict[str, Any]:
         _check_array(f"{call}: tokens", c.tokens, INT32, len(c.tokens))
         _check_array(f"{call}: logprobs", c.logprobs, FLOAT32, len(c.logprobs))
         start = len(c.prompt_tokens)
-        if start < len(tokens) or not np.array_equal(c.prompt_tokens[: len(tokens)], tokens):
+        if (
+            start < len(tokens)
+            or not np.array_equal(c.prompt_tokens[: len(tokens)], tokens)
+            or c.images[: len(images)] != images
+        ):
             raise ValueError(
                 f"{call}: its prompt does not continue the {len(tokens)} tokens before it; "
                 f"append to the messages and change none, "
@@ -278,6 +285,7 @@ def _joined(completions: Sequence[Completion]) -> dict[str, Any]:
             )
         )
         tokens = np.concatenate([c.prompt_tokens, c.tokens]).astype(np.int32, copy=False)
+        images = c.images
     return {
         "tokens": tokens,
         # external servers report `usage` and no tokens
@@ -288,6 +296,7 @@ def _joined(completions: Sequence[Completion]) -> dict[str, Any]:
         "sampling": tuple(sampling),
         "clipped_logprobs": clipped,
         "routed_experts": experts.joined([c.routed_experts for c in completions]),
+        "images": images,
     }
 
 
@@ -309,6 +318,8 @@ def check(x: Experience) -> None:
         experts.check(x.routed_experts, n)
     if x.teacher_top_ids is not None or x.teacher_top_logprobs is not None:
         _check_top(x.teacher_top_ids, x.teacher_top_logprobs, int(np.count_nonzero(x.taught)))
+    if x.images:
+        _check_images(x)
     one_span = n > 0 and _has_one_span(x)
     if n:
         _check_values(x, one_span=one_span)
@@ -343,6 +354,19 @@ def _check_top(ids: np.ndarray | None, logprobs: np.ndarray | None, count: int) 
         raise ValueError("teacher_top_ids: negative, or twice at one position")
     if not (np.isfinite(logprobs).all() and (logprobs <= 0).all()):
         raise ValueError("teacher_top_logprobs: must be finite and at most 0")
+
+
+def _check_images(x: Experience) -> None:
+    end = 0
+    for place in x.images:
+        if not end <= place.start < place.start + place.length <= len(x.tokens):
+            raise ValueError(
+                f"images: [{place.start}, {place.start + place.length}) is outside the "
+                f"{len(x.tokens)} tokens, empty, or overlaps the image before it"
+            )
+        end = place.start + place.length
+        if x.loss_mask[place.start : end].any():
+            raise ValueError("images: the loss mask marks tokens of an image, which nobody wrote")
 
 
 def _check_reward(name: str, value: float | None) -> None:

@@ -10,10 +10,8 @@ micro-batch is computed once, and its values are those that the engine read.
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,16 +19,11 @@ import torch
 
 from rft.engine.forwards import body_of
 from rft.errors import ConfigError, RunFailed
-from rft.images.processor import ImageProcessor, Processed
+from rft.images.processor import ImageProcessor, PreparedImage
 from rft.trainer.model.batch import ImageInputs, MicroBatch
 from rft.trainer.model.upload import upload
 from rft.trainer.rows.pack import RowImage, TrainRow
 from rft.trainer.settings import LearnerSettings
-
-# families whose rows with images are compared with transformers in tests
-FAMILIES = ("gemma3", "idefics3", "qwen2_5_vl", "qwen3_vl")
-CACHE_BYTES = 256 << 20  # of processed images
-_MASK = "pixel_attention_mask"
 
 
 def tower(lm: Any) -> list[torch.nn.Parameter]:
@@ -49,8 +42,6 @@ class ImageReader:
     """Adds the images of rows to micro-batches of the model `lm`."""
 
     def __init__(self, lm: Any, settings: LearnerSettings) -> None:
-        config = lm.config
-        body = body_of(lm)
         if settings.sequence_parallel > 1:
             raise ConfigError(
                 "a row shows an image, and rows with images are padded, which ranks cannot share.  "
@@ -58,18 +49,18 @@ class ImageReader:
                 key="trainer.ulysses_sequence_parallel_size",
                 given=settings.sequence_parallel,
             )
-        if config.model_type not in FAMILIES or not hasattr(body, "get_image_features"):
-            raise RunFailed(
-                f"a row shows an image, and images are not offered for {type(lm).__name__} of model "
-                f"type {config.model_type}.  They are for {', '.join(FAMILIES)}"
-            )
-        self._processor = ImageProcessor(
-            Path(settings.model_path), trust=settings.trust_remote_code
+        body = body_of(lm)
+        processor = ImageProcessor.of_model(
+            settings.model_path, trust_remote_code=settings.trust_remote_code
         )
-        self._token: int = config.image_token_id
+        if processor is None or not hasattr(body, "get_image_features"):
+            raise RunFailed(
+                f"a row shows an image, and {type(lm).__name__} of model type "
+                f"{lm.config.model_type} is trained on texts alone"
+            )
+        self._processor = processor
+        self._token = processor.image_token_id
         self._rope: Any = getattr(body, "get_rope_index", None)
-        self._cache: OrderedDict[str, Processed] = OrderedDict()
-        self._cached = 0  # bytes
 
     def placed(self, rows: Sequence[TrainRow], micro: MicroBatch) -> MicroBatch:
         """Return `micro`, padded rows, with the images of its `rows`.
@@ -80,7 +71,7 @@ class ImageReader:
         width = micro.input_ids.shape[1]
         types = np.zeros((len(rows), width), np.int64)
         first: dict[str, int] = {}  # image -> its first feature
-        images: list[Processed] = []
+        images: list[PreparedImage] = []
         order: list[np.ndarray] = []
         grids: list[tuple[int, ...]] = []
         count = 0
@@ -92,47 +83,41 @@ class ImageReader:
                 if name not in first:
                     first[name] = count
                     images.append(read)
-                    count += read.tokens
+                    count += read.num_tokens
                 types[number, at] = 1
-                order.append(first[name] + np.arange(read.tokens))
+                order.append(first[name] + np.arange(read.num_tokens))
                 grids.append(read.grid)
         device = micro.input_ids.device
         return replace(
             micro,
             position_ids=self._positions(rows, types, grids, micro),
             images=ImageInputs(
-                arrays={name: upload(_joined(name, images), device) for name in images[0].arrays},
+                arrays={name: upload(array, device) for name, array in _arrays(images).items()},
                 types=upload(types, device),
                 places=upload(np.flatnonzero(types), device),
                 order=upload(np.concatenate(order), device),
             ),
         )
 
-    def _read(self, image: RowImage) -> Processed:
+    def _read(self, image: RowImage) -> PreparedImage:
         place = image.place
-        if (read := self._cache.get(place.sha256)) is None:
-            read = self._processor.process(image.data)
-            self._cache[place.sha256] = read
-            self._cached += read.nbytes
-            while self._cached > CACHE_BYTES and len(self._cache) > 1:
-                self._cached -= self._cache.popitem(last=False)[1].nbytes
-        self._cache.move_to_end(place.sha256)
-        if place.pixels and place.pixels != read.pixels:
+        read = self._processor.process(image.data)
+        if place.pixels != read.hash:
             raise RunFailed(
-                f"image {place.sha256}: the trainer reads other pixel values (hash {read.pixels}) "
-                f"than the engine (hash {place.pixels}).  Both need the same model folder, image "
-                f"processor and versions of transformers and Pillow"
+                f"image {place.sha256}: the trainer reads other pixel values (hash {read.hash}) than "
+                f"the engine (hash {place.pixels}).  Both need the same model folder, arguments of "
+                f"the image processor and versions of transformers and Pillow"
             )
         return read
 
-    def _at(self, row: TrainRow, image: RowImage, read: Processed) -> np.ndarray:
+    def _at(self, row: TrainRow, image: RowImage, read: PreparedImage) -> np.ndarray:
         """Return the positions of the image's features in its row."""
         place = image.place
         inside = row.tokens[place.start : place.start + place.length]
         at: np.ndarray = place.start + np.flatnonzero(inside == self._token)
-        if len(at) != read.tokens:
+        if len(at) != read.num_tokens:
             raise RunFailed(
-                f"image {place.sha256} has {read.tokens} features, and its place, tokens "
+                f"image {place.sha256} has {read.num_tokens} features, and its place, tokens "
                 f"{place.start} to {place.start + place.length} of a row, has {len(at)} placeholders "
                 f"(token {self._token})"
             )
@@ -162,16 +147,12 @@ class ImageReader:
         return upload(positions.numpy(), micro.input_ids.device)
 
 
-def _joined(name: str, images: Sequence[Processed]) -> np.ndarray:
-    """Concatenate the images' arrays `name`; parts of smaller height or width are padded with 0."""
-    arrays = [image.arrays[name] for image in images]
-    shape = np.max([a.shape[1:] for a in arrays], axis=0)
-    return np.concatenate(
-        [
-            np.pad(a, [(0, 0), *((0, n - m) for m, n in zip(a.shape[1:], shape, strict=True))])
-            for a in arrays
-        ]
-    )
+def _arrays(images: Sequence[PreparedImage]) -> dict[str, np.ndarray]:
+    """Return what the vision tower reads, by the names of the model's forward."""
+    arrays = {"pixel_values": np.concatenate([image.pixel_values for image in images])}
+    if images[0].grid:
+        arrays["image_grid_thw"] = np.array([image.grid for image in images])
+    return arrays
 
 
 def hidden_states(lm: Any, batch: MicroBatch) -> torch.Tensor:
@@ -179,12 +160,9 @@ def hidden_states(lm: Any, batch: MicroBatch) -> torch.Tensor:
     images = batch.images
     assert images is not None
     body = body_of(lm)
-    arrays = dict(images.arrays)
-    if _MASK in arrays:  # the family has an outer dimension for texts
-        arrays = {name: array[None] for name, array in arrays.items()}
     learns = torch.is_grad_enabled() and any(p.requires_grad for p in tower(lm))
     with torch.set_grad_enabled(learns):
-        out = body.get_image_features(**arrays, return_dict=True)
+        out = body.get_image_features(**images.arrays, return_dict=True)
     show = images.types.bool()
     tokens = lm.get_input_embeddings()(batch.input_ids.masked_fill(show, 0))
     features = _chosen(out.pooler_output, images).to(tokens.dtype)
