@@ -14,60 +14,62 @@ import numpy as np
 import torch
 
 from rft.images.processor import ImageProcessor
-from rft.testing import vision
+from rft.testing import tiny_vision
 from rft.trainer.rows.pack import RowImage, TrainRow
 from rft.types.images import Image, ImagePlace
 
-_SIZES = ((20, 31), (64, 40), (33, 90))  # width, height
+_SIZES = ((20, 31), (32, 16), (17, 40))  # width, height
 
 
-def expanded(family: str, words: Any, tokens: int) -> tuple[list[int], int, int]:
-    """Return (tokens, start, length) of an image with so many features, as processors write it."""
+def make(folder: Path, family: str) -> Path:
+    """Write a tiny model whose weights are large enough that images matter."""
+    from safetensors.torch import load_file, save_file
 
-    def ids(*names: str) -> list[int]:
-        return [words.convert_tokens_to_ids(name) for name in names]
-
-    if family.startswith("qwen"):
-        inner = ids("<|image_pad|>") * tokens
-        return ids("<|vision_start|>") + inner + ids("<|vision_end|>"), 1, tokens
-    if family == "gemma3":
-        inner = ids("<image_soft_token>") * tokens
-        return ids("<start_of_image>") + inner + ids("<end_of_image>"), 1, tokens
-    fake, image, whole = ids("<fake_token_around_image>", "<image>", "<global-img>")
-    parts = tokens // 4
-    row = []
-    for part in range(parts - 1):
-        mark = f"<row_{part // 2 + 1}_col_{part % 2 + 1}>"
-        row += [fake, *ids(mark), *[image] * 4]
-    row += [fake, whole, *[image] * 4, fake]
-    return row, 0, len(row)
+    tiny_vision.make(folder, family)
+    file = folder / "model.safetensors"
+    weights = {n: t * 3 if t.dim() > 1 else t for n, t in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder
 
 
-def rows(family: str, folder: Path) -> list[TrainRow]:
+def image(
+    processor: ImageProcessor, words: Any, file: bytes, at: int
+) -> tuple[list[int], RowImage]:
+    """Return the tokens of an image that begins at token `at` of a row, and its place."""
+    read = processor.process(file)
+    tokens: list[int] = words.encode(read.text)
+    mine = [at + i for i, token in enumerate(tokens) if token == processor.image_token_id]
+    sha256 = Image.of(file).sha256
+    place = ImagePlace(sha256, mine[0], mine[-1] + 1 - mine[0], read.grid, read.hash)
+    return tokens, RowImage(place, file)
+
+
+def rows(folder: Path) -> list[TrainRow]:
     """3 groups of 2 rows with 0, 1 and 2 images; the two rows of a group show the same images, and one
     row has sampled a placeholder.
     """
+    from transformers import AutoTokenizer
+
     draw = np.random.default_rng(5)
-    words = vision.tokenizer(family)
-    processor = ImageProcessor(folder)
-    files = [vision.picture(*size, seed) for seed, size in enumerate(_SIZES)]
-    placeholder = words.convert_tokens_to_ids(_placeholder(family))
+    words = AutoTokenizer.from_pretrained(folder)
+    processor = ImageProcessor.of_model(folder)
+    assert processor is not None
+    files = [
+        tiny_vision.picture((90, 160 * (n == 1), 200), size=size, seed=n)
+        for n, size in enumerate(_SIZES)
+    ]
     made = []
     for group, shows in enumerate(([], [0], [1, 2])):
         tokens = draw.integers(3, 250, 4).tolist()
         images = []
-        for file in shows:
-            read = processor.process(files[file])
-            span, start, length = expanded(family, words, read.tokens)
-            place = ImagePlace(
-                Image.of(files[file]).sha256, len(tokens) + start, length, read.grid, read.pixels
-            )
-            images.append(RowImage(place, files[file]))
+        for number in shows:
+            span, shown = image(processor, words, files[number], len(tokens))
+            images.append(shown)
             tokens += [*span, *draw.integers(3, 250, 3).tolist()]
         for run in range(2):
             answer = draw.integers(3, 250, 3 + 4 * run).tolist()
             if group == 2 and run == 1:
-                answer[2] = placeholder
+                answer[2] = processor.image_token_id
             count = len(tokens) + len(answer)
             mask = np.arange(count) >= len(tokens)
             made.append(
@@ -82,12 +84,6 @@ def rows(family: str, folder: Path) -> list[TrainRow]:
                 )
             )
     return made
-
-
-def _placeholder(family: str) -> str:
-    if family.startswith("qwen"):
-        return "<|image_pad|>"
-    return "<image_soft_token>" if family == "gemma3" else "<image>"
 
 
 def reference(folder: Path) -> Any:
@@ -113,12 +109,8 @@ def logprobs(model: Any, folder: Path, row: TrainRow) -> torch.Tensor:
     types = torch.zeros_like(ids)
     if row.images:
         pictures = [Picture.open(io.BytesIO(i.data)).convert("RGB") for i in row.images]
-        nested = model.config.model_type == "idefics3"
-        batch = AutoImageProcessor.from_pretrained(folder)(
-            images=[pictures] if nested else pictures, return_tensors="pt"
-        )
-        names = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
-        inputs = {name: batch[name] for name in names if name in batch}
+        batch = AutoImageProcessor.from_pretrained(folder)(images=pictures, return_tensors="pt")
+        inputs = {name: batch[name] for name in ("pixel_values", "image_grid_thw") if name in batch}
         types[:, :start] = (ids[:, :start] == token).long()
         if model.config.model_type == "gemma3":
             inputs["token_type_ids"] = types
@@ -163,7 +155,7 @@ def gradient(
 
 def of_tower(name: str) -> bool:
     """Return whether a parameter is the vision tower's or its projection's."""
-    return name.split(".")[1].startswith(("visual", "vision", "multi_modal_projector", "connector"))
+    return name.split(".")[1].startswith(("visual", "vision", "multi_modal_projector"))
 
 
 def spread(row: TrainRow, values: np.ndarray) -> np.ndarray:

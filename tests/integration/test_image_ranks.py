@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from rft.algorithm.settings import AlgorithmSettings
-from rft.testing import vision
 from rft.trainer.checkpoint import shards
 from rft.trainer.loop.learner import Learner
 from rft.trainer.rows.pack import Budget, RankBatch, TrainRow, plan
@@ -39,7 +38,7 @@ def share(rows: list[TrainRow], rank: int, world: int, tokens: int) -> RankBatch
 
 def one_rank(rank: int, world: int, rendezvous: str, model: Path, folder: Path) -> None:
     """Train one step in every cut, frozen and not; save the state after it, and log-probs."""
-    rows = shown.rows(model.name, model)
+    rows = shown.rows(model)
     for name, (train_vision, tokens) in CASES.items():
         settings = LearnerSettings(
             model_path=str(model),
@@ -66,9 +65,9 @@ def one_rank(rank: int, world: int, rendezvous: str, model: Path, folder: Path) 
 @pytest.mark.e2e
 @pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_two_ranks_have_the_gradient_of_transformers(family: str, tmp_path: Path) -> None:
-    model = vision.make(family, tmp_path / family)
+    model = shown.make(tmp_path / family, family)
     ranks.run(__file__, 2, tmp_path, model, tmp_path)
-    rows = shown.rows(family, model)
+    rows = shown.rows(model)
     values, expected = shown.gradient(shown.reference(model), model, rows)
     norm = float(torch.stack([g.norm() for g in expected.values()]).norm())
     for name, (train_vision, _) in CASES.items():

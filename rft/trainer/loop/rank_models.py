@@ -99,8 +99,14 @@ class RankModels:
 
     def check_rows(self, rows: Sequence[TrainRow]) -> str:
         """Compare the policy's results for `rows` with transformers; see `row_proof.check_rows`."""
+        texts = [row for row in rows if not row.images]
+        shown = [row for row in rows if row.images]
+        check = partial(row_proof.check_rows, self.policy, self.settings)
         with self._memory("comparing the first batch with transformers"):
-            return row_proof.check_rows(self.policy, self.settings, rows)
+            messages = [check(texts, None)] if texts else []
+            if shown:
+                messages.append(check(shown, self._images()))
+            return "; ".join(messages)
 
     def _loss_inputs(
         self, micro: batches.MicroBatch, batch: RankBatch
@@ -250,14 +256,20 @@ class RankModels:
             device=torch.device(self.settings.device),
             counted=counted,
         )
-        if shown and self._reader is None:
-            self._reader = ImageReader(self.policy.lm, self.settings)
+        if shown:
+            self._images()
         if self._reader is None:
             return micro
         for model in (self.policy, self.reference) if critic is None else (critic.model,):
             if model is not None:
                 policies.lay_out(model, settings, layout)
         return self._reader.placed(rows, micro) if any(row.shown for row in rows) else micro
+
+    def _images(self) -> ImageReader:
+        """Return the reader of images, which the first row with one makes."""
+        if self._reader is None:
+            self._reader = ImageReader(self.policy.lm, self.settings)
+        return self._reader
 
 
 def denominators(s: LearnerSettings, batch: RankBatch) -> Denominators:

@@ -38,6 +38,9 @@ def tower(lm: Any) -> list[torch.nn.Parameter]:
     return [p for p in lm.parameters() if id(p) not in text]
 
 
+_TYPES = ("token_type_ids", "mm_token_type_ids")  # names of transformers, by family
+
+
 class ImageReader:
     """Adds the images of rows to micro-batches of the model `lm`."""
 
@@ -61,6 +64,9 @@ class ImageReader:
         self._processor = processor
         self._token = processor.image_token_id
         self._rope: Any = getattr(body, "get_rope_index", None)
+        self._types = next(
+            (n for n in _TYPES if n in inspect.signature(lm.forward).parameters), None
+        )
 
     def placed(self, rows: Sequence[TrainRow], micro: MicroBatch) -> MicroBatch:
         """Return `micro`, padded rows, with the images of its `rows`.
@@ -98,6 +104,18 @@ class ImageReader:
                 order=upload(np.concatenate(order), device),
             ),
         )
+
+    def plain(self, row: TrainRow, device: str) -> dict[str, torch.Tensor]:
+        """Return what transformers' own forward reads for `row` alone."""
+        images = [self._read(image) for image in row.images]
+        types = torch.zeros(1, len(row.tokens), dtype=torch.int64)
+        for image, read in zip(row.images, images, strict=True):
+            types[0, self._at(row, image, read)] = 1
+        inputs = {"input_ids": torch.from_numpy(row.tokens)[None].long()}
+        if self._types is not None:
+            inputs[self._types] = types
+        inputs |= {name: torch.from_numpy(array) for name, array in _arrays(images).items()}
+        return {name: tensor.to(device) for name, tensor in inputs.items()}
 
     def _read(self, image: RowImage) -> PreparedImage:
         place = image.place

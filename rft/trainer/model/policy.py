@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -155,12 +155,13 @@ class Policy(nn.Module):
             ).last_hidden_state
         return hidden.flatten(0, 1).index_select(0, batch.predict)
 
-    def reference_outputs(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return logits of transformers' own forward in eval mode for each of `rows`, int64 [S, W].
+    def reference_outputs(self, inputs: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
+        """Return logits of transformers' own forward in eval mode for each of `inputs`, with
+        `input_ids` int64 [S, W].
 
         Logits are [S, W, V] in float32, or in float64 for a float64 model.
         """
-        logits = [self.lm(input_ids=ids, use_cache=False).logits for ids in rows]
+        logits = [self.lm(**names, use_cache=False).logits for names in inputs]
         return [x if x.dtype == torch.float64 else x.float() for x in logits]
 
     def numbers(self, batch: MicroBatch) -> torch.Tensor:
