@@ -133,7 +133,8 @@ def logprobs(model: Any, folder: Path, row: TrainRow) -> torch.Tensor:
         rest = model(input_ids=ids[:, cut:], past_key_values=head.past_key_values, **position)
         out = torch.cat([head.logits[0], rest.logits[0]])
     targets = ids[0, start:, None]
-    return out[start - 1 : -1].log_softmax(-1).gather(1, targets)[:, 0]
+    found: torch.Tensor = out[start - 1 : -1].log_softmax(-1).gather(1, targets)[:, 0]
+    return found
 
 
 def gradient(

@@ -26,7 +26,7 @@ from rft.trainer.model import batch as batches
 from rft.trainer.model import policy as policies
 from rft.trainer.model.balance import RouterBalance
 from rft.trainer.model.critic import Critic
-from rft.trainer.model.images import ImageReader
+from rft.trainer.model.image_rows import ImageReader
 from rft.trainer.model.proximal import ProximalWeights
 from rft.trainer.rows.pack import RankBatch, TrainRow
 from rft.trainer.settings import LearnerSettings

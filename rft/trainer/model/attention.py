@@ -505,12 +505,12 @@ def switch(lm: torch.nn.Module, name: str) -> None:
     """
     from transformers import PreTrainedConfig
 
-    configs = [vars(module).get("config") for module in lm.modules()]
+    every = (vars(module).get("config") for module in lm.modules())
+    configs = [config for config in every if isinstance(config, PreTrainedConfig)]
     for config in configs:
-        if isinstance(config, PreTrainedConfig):
-            config._attn_implementation = name
+        config._attn_implementation = name
     # setting that of the whole model sets that of its parts
     tower = getattr(lm.config, "vision_config", None)
     for config in configs:
-        if tower is not None and type(config) is type(tower):
+        if type(config) is type(tower):
             config._attn_implementation = "eager" if name == "eager" else "sdpa"

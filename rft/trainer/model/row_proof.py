@@ -35,7 +35,7 @@ from rft.errors import ConfigError, RunFailed, SetupError, is_out_of_memory
 from rft.plugins import import_library
 from rft.trainer.model import attention, batch, layer_copy, loading, sharding
 from rft.trainer.model import policy as policies
-from rft.trainer.model.images import ImageReader
+from rft.trainer.model.image_rows import ImageReader
 from rft.trainer.model.policy import Policy
 from rft.trainer.rows.pack import TrainRow
 from rft.trainer.settings import LearnerSettings
@@ -251,8 +251,8 @@ def measure(model: Policy, settings: LearnerSettings, rows: list[TrainRow] | Non
     with _narrowed(model):
         values, reach = _laid_out(model, settings, rows, far=not has_rows)
         with _plainly(model, settings):
-            plain = [{"input_ids": t[None]} for t in tokens]
-            alone = _read(model, rows, [out[0] for out in model.reference_outputs(plain)])
+            inputs = [{"input_ids": t[None]} for t in tokens]
+            alone = _read(model, rows, [out[0] for out in model.reference_outputs(inputs)])
             with rounding.otherwise(model.lm, sharding.DTYPES[settings.dtype]):
                 joined = _read(model, rows, model.reference_outputs([{"input_ids": filled}])[0])
     return _proof(model, settings, (values, alone, joined), reach)
@@ -267,11 +267,11 @@ def measure_images(
     policies.lay_out(model, settings, "padded")
     values = model.numbers(reader.placed(rows, micro_batch))[None]
     policies.lay_out(model, settings, settings.row_layout)
-    plain = [reader.plain(row, settings.device) for row in rows]
+    inputs = [reader.reference_inputs(row, settings.device) for row in rows]
     with _plainly(model, settings):
-        alone = _read(model, rows, [out[0] for out in model.reference_outputs(plain)])
+        alone = _read(model, rows, [out[0] for out in model.reference_outputs(inputs)])
         with rounding.otherwise(model.lm, sharding.DTYPES[settings.dtype]):
-            again = _read(model, rows, [out[0] for out in model.reference_outputs(plain)])
+            again = _read(model, rows, [out[0] for out in model.reference_outputs(inputs)])
     return _proof(model, settings, (values, alone, again), 0)
 
 
@@ -321,11 +321,11 @@ def copy_apart(settings: LearnerSettings) -> float:
     model = layer_copy.make(alone)
     rows = _rows(model)
     tokens = [torch.from_numpy(r.tokens).to(alone.device, torch.int64)[None] for r in rows]
-    plain = [{"input_ids": t} for t in tokens]
+    inputs = [{"input_ids": t} for t in tokens]
     with _narrowed(model):
         values, _ = _laid_out(model, alone, rows, far=True)
         with _plainly(model, alone):
-            right = _read(model, rows, [out[0] for out in model.reference_outputs(plain)])
+            right = _read(model, rows, [out[0] for out in model.reference_outputs(inputs)])
     return float((values - right).abs().max().nan_to_num(float("inf"), float("inf")))
 
 

@@ -105,7 +105,7 @@ class ImageReader:
             ),
         )
 
-    def plain(self, row: TrainRow, device: str) -> dict[str, torch.Tensor]:
+    def reference_inputs(self, row: TrainRow, device: str) -> dict[str, torch.Tensor]:
         """Return what transformers' own forward reads for `row` alone."""
         images = [self._read(image) for image in row.images]
         types = torch.zeros(1, len(row.tokens), dtype=torch.int64)
