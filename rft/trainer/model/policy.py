@@ -1,6 +1,6 @@
 """Load a causal language model as a policy: micro-batch in, log-probs of its trained tokens out.
 
-Knows transformers and FSDP2; not losses, optimizers or files of a run.
+Depends on transformers and FSDP2, not on losses, optimizers or files of a run.
 Invariant: callers always call the outermost module, so FSDP2's hooks run for the output layer and
 the log-probs too.
 """
@@ -27,7 +27,7 @@ from rft.errors import ConfigError, SetupError
 from rft.plugins import import_library
 from rft.trainer.model import (
     attention,
-    images,
+    image_rows,
     loading,
     lora,
     recompute,
@@ -144,7 +144,7 @@ class Policy(nn.Module):
             self.routers.prescribe(batch.experts)
         hidden: torch.Tensor
         if batch.images is not None:
-            hidden = images.hidden_states(self.lm, batch)
+            hidden = image_rows.hidden_states(self.lm, batch)
         else:
             hidden = body_of(self.lm)(
                 input_ids=batch.input_ids,
@@ -304,6 +304,13 @@ def place(
 ) -> Policy:
     """Shard `policy`, allocate its meta parameters, and fill it from the folder `fill`."""
     if trained and settings.gradient_checkpointing:
+        if not policy.lm.supports_gradient_checkpointing:
+            raise ConfigError(
+                f"is true, and transformers does not offer it for {type(policy.lm).__name__}; write "
+                f"false, and a smaller trainer.max_token_len_per_gpu where memory is short",
+                key="trainer.enable_gradient_checkpointing",
+                given=True,
+            )
         more = {"offload": True} if settings.activation_offload else {}
         policy.lm.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}, **more
@@ -314,7 +321,7 @@ def place(
         recompute.apply(policy.lm)
     _deterministic(policy)
     policy.requires_grad_(trained)
-    tower = images.tower(policy.lm)
+    tower = image_rows.tower(policy.lm)
     if settings.train_vision and not tower:
         raise ConfigError(
             f"{type(policy.lm).__name__} has no vision tower; write false",
