@@ -510,7 +510,7 @@ def switch(lm: torch.nn.Module, name: str) -> None:
     for config in configs:
         config._attn_implementation = name
     # setting that of the whole model sets that of its parts
-    tower = getattr(lm.config, "vision_config", None)
+    tower = type(getattr(lm.config, "vision_config", None)).__name__
     for config in configs:
-        if type(config) is type(tower):
+        if type(config).__name__ == tower:
             config._attn_implementation = "eager" if name == "eager" else "sdpa"
