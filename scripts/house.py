@@ -65,6 +65,7 @@ FOREIGN = set(
     orig sqlstate sqlite_errorcode sched_getaffinity inotify_init1 tolist item ndim text
     _linear_pointwise _reorder_linear_weight attention_dropout head_dim layer_types num_key_value_heads
     hf_to_vllm_mapper shard_id packed_modules_mapping weight bias quant_method input_size shard_indices cpu_linear
+    vision_config get_image_features get_rope_index deepstack_features
     __path__ tool_schema execute create release
     env_response is_completed metrics rubric score_rollout system_prompt setup_state workerinput workeroutput
     """.split()
@@ -138,7 +139,7 @@ class House:
         )
 
     def loose_modules(self) -> list[str]:
-        """Modules that lie beside the rooms."""
+        """Modules that lie beside the packages."""
         return [
             p.name for p in self.trees if p.parent == self.package and not p.stem.startswith("__")
         ]
@@ -335,7 +336,7 @@ def figures() -> list[Figure]:
         count("cycles of files", house.cycles),
         count("folders that import each other", house.pairs),
         count("imports of extras by the core", house.extra_edges),
-        count("modules beside the rooms", house.loose_modules, 4),
+        count("modules beside the packages", house.loose_modules, 4),
         count("identifiers that name nothing", house.lazy_names, 100),
         count_over("functions", functions, 69),
         count_over("classes", classes, 345),

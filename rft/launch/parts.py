@@ -12,7 +12,6 @@ import dataclasses
 import json
 import logging
 import os
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -45,7 +44,7 @@ from rft.types.ports import (
 )
 
 if TYPE_CHECKING:
-    from rft.launch.coordinator import Coordinator, Joined, MonitorPart
+    from rft.launch.coordinator import Coordinator, JoinReply, MonitorPart
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +127,7 @@ class ExplorerPart:
         writer: Any,
         coordinator: Any,
         name: str,
-        joined: Joined,
+        joined: JoinReply,
     ) -> None:
         """Explore as `name`, which has joined.
 
@@ -332,11 +331,7 @@ class TrainerPart:
             noted = self.plan.run_dir / "held_out.txt"
             if consumption is not None and noted.exists() and noted.read_text() != rows.fingerprint:
                 note = OTHER_ROWS.format(held_out.name)
-                await sink.log(
-                    MetricRecord(
-                        role="eval", step=start.step, time=time.time(), values={}, notes=(note,)
-                    )
-                )
+                await sink.log(MetricRecord(role="eval", step=start.step, values={}, notes=(note,)))
             write_whole(noted, rows.fingerprint)
         reader = OfflineReader(
             data, size=s.batch_groups, seed=s.seed, lineage=start.lineage, total_steps=s.total_steps

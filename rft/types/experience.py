@@ -1,4 +1,6 @@
-"""`Experience`, the record that travels from explorer to trainer.  It is complete and immutable."""
+"""`Experience`, the record that travels from explorer to trainer.  It is immutable and holds all
+that training needs of a row.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ class Experience(Struct, frozen=True, kw_only=True):
     Example: prompt P (3 tokens), answer A (2):
         tokens = P + A        loss_mask = 0 0 0 1 1        logprobs = 0 0 0 -.2 -.9
 
-    A failed run is a header row: T = 0, status "failed" and a `reason`; it is never trained.
+    A failed run is a row without tokens (T = 0), with status "failed" and a `reason`.
     """
 
     id: ExperienceId
@@ -53,29 +55,32 @@ class Experience(Struct, frozen=True, kw_only=True):
     task_index: int  # row of the taskset
     workflow: str
     status: Status
-    # error of a failed run, or the operator that dropped the row; such a row is never trained
+    # why the row is never trained: the error of a failed run, or the operator that dropped it
     reason: str = ""
     finish_reason: str = ""
     tokens: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # bool [T], True where the policy's own tokens are trained
     logprobs: np.ndarray  # float32 [T], of the sampling policy; 0 where loss_mask is False
-    has_logprobs: bool = True
+    has_logprobs: bool = True  # False: from an external server that reports none
     version_spans: tuple[VersionSpan, ...] = ()  # which weights wrote which of the T tokens
     sampling: tuple[SamplingRecord, ...] = ()
     reward: float | None = None  # None = not scored; never trained
-    credit: Credit = "run"  # scope of the reward, see rft.types.credit
+    credit: Credit = "run"  # what the reward is of: the whole run, or the row's own calls ("step")
     reward_parts: dict[str, float] = field(default_factory=dict)
-    token_rewards: np.ndarray | None = None  # float32 [T]
+    token_rewards: np.ndarray | None = (
+        None  # float32 [T]; token-level advantages read it, not `reward`
+    )
     teacher_logprobs: np.ndarray | None = None  # float32 [T]
-    # weights of the teacher that scored the tokens; 1:0 for a model whose weights are fixed
+    # versions of the teacher that scored the tokens; lineage 1, step 0 for fixed weights
     teacher_spans: tuple[VersionSpan, ...] = ()
     # the teacher's k most likely tokens at each of the R tokens of `teacher_spans`, see TokenScores
     teacher_top_ids: np.ndarray | None = None  # int32 [R, k]
     teacher_top_logprobs: np.ndarray | None = None  # float16 [R, k + 1]
-    # uint8 or uint16 [P, layers, experts]: the engine's choice, P <= T, see rft.types.experts
+    # uint8 or uint16 [P, layers, experts]: the experts to which the engine's mixture-of-experts
+    # layers routed the first P <= T tokens, see rft.types.experts
     routed_experts: np.ndarray | None = None
     images: tuple[ImagePlace, ...] = ()  # in their order among the tokens
-    is_expert: bool = False  # written by an expert, not sampled by the policy
+    is_expert: bool = False  # a demonstration, not sampled by the policy
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     prompt_text: str = ""
@@ -109,12 +114,12 @@ class Experience(Struct, frozen=True, kw_only=True):
         return int(np.count_nonzero(self.loss_mask))
 
     @property
-    def taught(self) -> np.ndarray:
+    def teacher_mask(self) -> np.ndarray:
         """bool [T], the tokens that a teacher scored."""
-        taught = np.zeros(len(self.tokens), np.bool_)
+        mask = np.zeros(len(self.tokens), np.bool_)
         for span in self.teacher_spans:
-            taught[span.start : span.end] = True
-        return taught
+            mask[span.start : span.end] = True
+        return mask
 
     @property
     def oldest_version(self) -> Version | None:
@@ -177,7 +182,7 @@ def failed(
     reason: str,
     info: dict[str, Any] | None = None,
 ) -> Experience:
-    """Make the header row of a run that ended without a usable sequence."""
+    """Make the row without tokens of a run that ended without a usable sequence."""
     return Experience(
         id=id,
         taskset=taskset,
@@ -317,7 +322,7 @@ def check(x: Experience) -> None:
     if x.routed_experts is not None:
         experts.check(x.routed_experts, n)
     if x.teacher_top_ids is not None or x.teacher_top_logprobs is not None:
-        _check_top(x.teacher_top_ids, x.teacher_top_logprobs, int(np.count_nonzero(x.taught)))
+        _check_top(x.teacher_top_ids, x.teacher_top_logprobs, int(np.count_nonzero(x.teacher_mask)))
     if x.images:
         _check_images(x)
     one_span = n > 0 and _has_one_span(x)

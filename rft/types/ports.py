@@ -1,4 +1,4 @@
-"""Protocols between rooms, which `rft/launch` connects across Ray or inside one process.
+"""Protocols between packages, which `rft/launch` connects across Ray or inside one process.
 
 Every call is awaited, every wait inside has a deadline and a name.  No port carries a Ray handle or
 a torch tensor.

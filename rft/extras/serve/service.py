@@ -171,9 +171,7 @@ class Service:
             step = assignment.batch + 1 if isinstance(assignment, Assignment) else 0
             where = f"the policy is served at {self.gateway.address}/v1"
             await self._sink.log(
-                MetricRecord(
-                    role="explorer", step=step, time=time.time(), values={}, notes=(where,)
-                )
+                MetricRecord(role="explorer", step=step, values={}, notes=(where,))
             )
             feeding = asyncio.ensure_future(self._feed(assignment))
             finished = asyncio.ensure_future(self._gate.finished())
@@ -342,9 +340,7 @@ class Service:
         values |= self.gateway.values()
         for engines in self._engines:
             values |= await engines.since()
-        await self._sink.log(
-            MetricRecord(role="explorer", step=batch + 1, time=time.time(), values=values)
-        )
+        await self._sink.log(MetricRecord(role="explorer", step=batch + 1, values=values))
 
 
 def _unanswered(task: Task, session: LiveSession, id: ExperienceId) -> tuple[Experience, ...]:

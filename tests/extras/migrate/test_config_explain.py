@@ -27,7 +27,9 @@ def run(*arguments: str) -> str:
 def test_a_key() -> None:
     (d,) = describe("trainer.grad_clip")
     assert d.type == "number > 0" and d.default == "1.0" and d.unit == "gradient norm"
-    assert d.used_by == "trainer" and d.on_resume == "may not change" and d.trinity == "the same"
+    assert (
+        d.used_by == "trainer" and d.on_resume == "may not be changed" and d.trinity == "the same"
+    )
     assert "actor_rollout_ref.actor.grad_clip" in d.verl and not d.asked
 
 
@@ -115,11 +117,14 @@ def test_trinitys_keys_are_known() -> None:
         ("optimizer.lrr", "unknown key"),
         ("trainer.megatron", "has no meaning here: the one trainer is FSDP2"),
         ("buffer.explorer_input.taskset.format.image_key", "multimodal inputs are not offered"),
-        ("nonsense", "unknown key"),
+        ("nonsense", "unknown key.  Known at the top: mode, "),
+        ("learning_rate", "mean something like it: algorithm.optimizer, algorithm.optimizer.lr, "),
+        ("num_epochs", "like it: buffer.total_steps, trainer.ppo_epochs, buffer.total_epochs"),
         ("trainer.grad_clip.x", "unknown key"),
     ],
 )
 def test_unknown(key: str, message: str) -> None:
+    """N20: `learning_rate` led nowhere."""
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         describe(key)
     assert caught.value.exit_code == 2
