@@ -30,6 +30,7 @@ from rft.types.task import Task
 
 log = logging.getLogger(__name__)
 Row = dict[str, Any]
+Messages = tuple[dict[str, Any], ...]
 CHECKED = 100_000  # tables of at most this many rows are checked completely when opened
 MAX_CHARS = 32 << 20  # of a prompt
 OTHER_ROWS = (
@@ -377,11 +378,7 @@ def row_to_task(
             )
     images: tuple[Image, ...] = ()
     if fmt.image_key or any(isinstance(m.get("content"), list) for m in messages):
-        try:
-            row, prompt, messages, images = images_of_rows.shown(settings, row, prompt, messages)
-        except ValueError as e:
-            key = _key(settings, f"format.{'image_key' if fmt.image_key else 'messages_key'}")
-            raise ConfigError(f"{where}: {e}", key=key, given=fmt.image_key or None) from None
+        row, prompt, messages, images = _with_images(settings, row, prompt, messages, where)
     system = (
         _text(settings, row, where, "system_prompt_key", fmt.system_prompt_key or "")
         or fmt.system_prompt
@@ -498,6 +495,17 @@ def _messages(
         raise _wrong(
             settings, where, which, getattr(settings.format, which), value, str(e)
         ) from None
+
+
+def _with_images(
+    settings: TasksetSettings, row: Row, prompt: str | None, messages: Messages, where: str
+) -> tuple[Row, str | None, Messages, tuple[Image, ...]]:
+    try:
+        return images_of_rows.shown(settings, row, prompt, messages)
+    except ValueError as e:
+        named = settings.format.image_key
+        key = _key(settings, f"format.{'image_key' if named else 'messages_key'}")
+        raise ConfigError(f"{where}: {e}", key=key, given=named or None) from None
 
 
 def _tools(settings: TasksetSettings, row: Row, where: str) -> tuple[dict[str, Any], ...]:
