@@ -145,7 +145,6 @@ def engines(
             seed=(ctx.config.seed if e.seed is None else e.seed) + i,
             first_core=first,
             trust_remote_code=model.trust_remote_code,
-            image_processor_args=model.image_processor_args,
             chat_template=template,
             chat_template_kwargs=_thinking(model.enable_thinking),
             extra_engine_args=_engine_args(ctx.config, shared["engine_type"]),

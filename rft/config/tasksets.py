@@ -160,7 +160,6 @@ VERL = {
     "prompt_type": "messages",
     "response_key": "reward_model.ground_truth",
     "reward_fn_key": "data_source",
-    "image_key": "images",
 }
 """What the columns of veRL's data mean, as values of `format`."""
 

@@ -33,6 +33,7 @@ Row = dict[str, Any]
 Messages = tuple[dict[str, Any], ...]
 CHECKED = 100_000  # tables of at most this many rows are checked completely when opened
 MAX_CHARS = 32 << 20  # of a prompt
+USUAL = ("images", "videos")  # columns of multimodal data sets
 OTHER_ROWS = (
     "the rows of {} are not those of earlier evaluations: do not compare their values "
     "with later ones"
@@ -377,7 +378,7 @@ def row_to_task(
                 f"at most {MAX_CHARS:,} characters long",
             )
     images: tuple[Image, ...] = ()
-    if fmt.image_key or any(isinstance(m.get("content"), list) for m in messages):
+    if fmt.image_key:
         row, prompt, messages, images = _with_images(settings, row, prompt, messages, where)
     system = (
         _text(settings, row, where, "system_prompt_key", fmt.system_prompt_key or "")
@@ -459,7 +460,7 @@ def _text(settings: TasksetSettings, row: Row, where: str, which: str, name: str
     raise _wrong(settings, where, which, name, value, "a text")
 
 
-def of_texts(row: Row, where: str, key: str, columns: Sequence[str] = ("images", "videos")) -> None:
+def of_texts(row: Row, where: str, key: str, columns: Sequence[str] = USUAL) -> None:
     """Raise ConfigError for a row with pictures in these usual columns of multimodal data sets."""
     if column := next((c for c in columns if row.get(c)), None):
         raise ConfigError(
@@ -473,7 +474,12 @@ def _verl_row(settings: TasksetSettings, row: Row, where: str) -> Row:
     """Return the row with its data source under the name that rewards read.  Raises ConfigError for
     videos, and for a row that needs a reward model instead of a rule.
     """
-    of_texts(row, where, _key(settings, "format.preset"), ("videos",))
+    of_texts(
+        row,
+        where,
+        _key(settings, "format.preset"),
+        ("videos",) if settings.format.image_key else USUAL,
+    )
     source = lookup(row, settings.format.data_source_key)
     if settings.format.reward_fn_key and lookup(row, "reward_model.style") == "model":
         raise ConfigError(
@@ -490,7 +496,7 @@ def _messages(
     settings: TasksetSettings, value: Any, where: str, which: str = "messages_key"
 ) -> tuple[dict[str, Any], ...]:
     try:
-        return as_chat(value, parts=True)
+        return as_chat(value, parts=bool(settings.format.image_key))
     except ValueError as e:
         raise _wrong(
             settings, where, which, getattr(settings.format, which), value, str(e)

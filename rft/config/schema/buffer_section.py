@@ -72,12 +72,6 @@ class TaskFormatConfig(FormatConfig):
         "in `prompt`, the gold answer in "
         "`reward_model.ground_truth`, the reward chosen by `data_source` unless one is named.",
     )
-    image_key: str = key(
-        "",
-        "Column of images: a path beside the file, a data URL or bytes, or a list of them.  They go "
-        "to the markers <image> of the prompt, in order, or before its text.  Empty: none; preset "
-        "verl: images.",
-    )
     workflow_key: str = key("", "Column that names the row's workflow; empty: none.")
     reward_fn_key: str = key(
         "",

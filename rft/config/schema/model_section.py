@@ -82,12 +82,6 @@ class ModelConfig(Section):
     override_config: dict[str, Any] = key(
         {}, "Entries that replace config.json's: trainer, engines, a critic of its family."
     )
-    image_processor_args: dict[str, Any] = key(
-        {},
-        "Entries that replace preprocessor_config.json's, for models that read images, e.g. "
-        "{size: {shortest_edge: 3136, longest_edge: 1003520}}: the least and the most pixels of "
-        "Qwen-VL.",
-    )
     custom_chat_template: str | None = key(
         None, "Chat template (Jinja text, or a file) instead of the model's own."
     )

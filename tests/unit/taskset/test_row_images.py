@@ -85,7 +85,9 @@ def test_parquet_bytes_and_veRLs_columns(tmp_path):
     task = opened(file, response_key="reward_model.ground_truth", **fmt).task(0)
     assert parts(task) == ["RED", "How many?"]
     assert task.row["images"] == [Image.of(RED).sha256]
-    with pytest.raises(ConfigError, match=r"column 'images' holds images, sound or videos; name a"):
+    with pytest.raises(
+        ConfigError, match=r"column 'images' holds images, sound or videos, which are"
+    ):
         opened(file, image_key="")
 
 
