@@ -1,7 +1,7 @@
 """File system, network and process space of a program, by Linux namespaces.
 
-Inside are Python with its libraries (read-only), four devices, and for each program a private,
-empty /tmp in memory.  No network, no /proc, no other process.
+Inside are Python with its libraries (read-only), four devices, and for each program a private
+/tmp in memory.  No network, no /proc, no other process.
 Invariant: a failing step raises OSError; nothing runs half protected.
 """
 
