@@ -1,5 +1,5 @@
 """The learner and the training loop: ranks, micro-batches, memory, optimizers, checkpoints.  Part
-of `resolve`; knows no torch.
+of `resolve`; depends on no torch.
 
 Invariant: what cannot work is an error here, with its key; what has no effect is a warning.
 """
@@ -51,6 +51,12 @@ def learner(
         _holds(t.max_token_len_per_gpu, longest, key, ctx)
     elif t.micro_batch_size_per_gpu is None:
         ctx.error("trainer.micro_batch_size_per_gpu", _BY_ROWS)
+    if t.train_vision and ctx.config.model.lora_configs:
+        ctx.error(
+            "trainer.train_vision",
+            "an adapter alone is trained (model.lora_configs), so the vision tower is frozen; "
+            "write false, or leave out model.lora_configs",
+        )
     hardware = _hardware(ctx, device, world)
     critic = _critic(ctx, budget, longest, steps, hardware["gradient_checkpointing"])
     return filled(

@@ -1,16 +1,17 @@
-"""Start the parts of each mode of a run, and let them work.  Knows no Ray: the runtime owns parts.
+"""Start the parts (processes) of a run in each mode, and wait until they are done.  Independent of
+Ray, behind the runtime.
 
-    both       buffer, trainer, coordinator, engines, explorer                       ExploreAndTrain
-    serve      the same, with a service for client sessions instead of tasks         ExploreAndTrain
-    train      buffer, trainer, coordinator; waits for explorers to join    ┐        ExploreAndTrain(explores=False)
-    explore    engines, explorer; waits for a coordinator to join           ┘        Explore
-    serve      joins such a trainer, with explorer.serve.trainer_apart               Explore
-    train      on a data set: trainer and monitor                                    TrainOffline
+    ExploreAndTrain   both      buffer, trainer, coordinator, engines, explorer
+                      serve     the same, for sessions of clients instead of tasks
+                      train     buffer, trainer, coordinator; explorers join them
+    Explore           explore   engines, explorer; they join such a trainer
+                      serve     the same, for sessions, with explorer.serve.trainer_apart
+    TrainOffline      train     on a data set: trainer, monitor
 
 The explorer waits for the coordinator's gate, the trainer for the buffer's lease, the launcher for
 the end of either.  The first failing part ends the run; its error decides the exit code.  Processes
-of `train` and `explore` meet at a rendezvous, in any order; neither ends, cleans up or renames
-anything of the other.
+of modes `train` and `explore` may start in any order, and never touch each other's processes or
+files.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from typing import Any
 from rft.config.plan import Plan
 from rft.errors import ConfigError, RunFailed
 from rft.launch import drive, rendezvous
-from rft.launch.coordinator import Joined
+from rft.launch.coordinator import JoinReply
 from rft.launch.drive import OnRecord, Outcome
 from rft.launch.remote import ANSWER_S
 from rft.launch.rundir import RunDir
 from rft.launch.runtime import (
-    Bound,
+    BoundPart,
     Parts,
     PartSpec,
     Runtime,
@@ -54,7 +55,7 @@ class Mode(ABC):
     """One process of a run from start to end."""
 
     phase = "starting"
-    begun: Start
+    started: Start
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -97,7 +98,7 @@ async def run(
             worked = False
             try:
                 if worked := await signals.guard(parts.supervised(mode.start(parts))):
-                    rundir.state("running", lineage=mode.begun.lineage, parts=parts.pids)
+                    rundir.state("running", lineage=mode.started.lineage, parts=parts.pids)
                     await mode.work(parts, on_record, signals)
             finally:
                 try:
@@ -154,24 +155,23 @@ class _Training(Mode):
 
 
 class ExploreAndTrain(_Training):
-    """Explorer and trainer with one buffer; without `explores`, explorers are other processes."""
+    """Explorer and trainer with one buffer; `explores` False: explorers run elsewhere and join."""
 
     def __init__(self, plan: Plan, *, explores: bool) -> None:
         super().__init__(plan)
         self._explores = explores
-        self._joined: Joined | None = None
+        self._joined: JoinReply | None = None
 
     async def start(self, parts: Parts) -> bool:
+        """Start engines and explorer, and buffer, trainer and coordinator; let the engines join."""
         plan = self.plan
         await parts.reserve(engines=self._explores, trainer=True)
-        exploring = [*engine_specs(plan), *explorer_specs(plan)] if self._explores else []
+        specs = [*engine_specs(plan), *explorer_specs(plan)] if self._explores else []
         if plan.cluster.shared:  # engines first: they measure the free memory of their GPU
-            await parts.start(exploring)
+            await parts.start(specs)
             await self._start_training(parts)
         else:
-            await parts.together(
-                partial(parts.start, exploring), partial(self._start_training, parts)
-            )
+            await parts.together(partial(parts.start, specs), partial(self._start_training, parts))
         if self._explores:
             nodes = [
                 parts.nodes[f"engine-{i}"]
@@ -189,28 +189,30 @@ class ExploreAndTrain(_Training):
         await parts.start(
             [PartSpec("buffer", "buffer", (plan,)), *trainer_specs(plan, parts.rundir)]
         )
-        self.begun = await begin(
+        self.started = await begin(
             parts.by_name["buffer"],
             self._checkpoint,
             self._origin,
             (plan.schedule.batch_units, plan.schedule.step_units),
         )
-        buffer = Bound(parts.by_name["buffer"], self.begun.lineage)
+        buffer = BoundPart(parts.by_name["buffer"], self.started.lineage)
         node = parts.nodes.get("trainer-0", "")
-        wiring = (plan, parts.ranks[0], buffer, self.begun, node, parts.restarts)
-        await parts.start([PartSpec("coordinator", "coordinator", wiring)])
+        arguments = (plan, parts.ranks[0], buffer, self.started, node, parts.restarts)
+        await parts.start([PartSpec("coordinator", "coordinator", arguments)])
 
     async def work(self, parts: Parts, on_record: OnRecord, signals: Signals) -> None:
+        """Train, and explore or serve the explorers that join, until both are done."""
         (trainer, *ranks), coordinator = parts.ranks, parts.by_name["coordinator"]
-        buffer = Bound(parts.by_name["buffer"], self.begun.lineage)
-        training = trainer.run(ranks, buffer, coordinator, coordinator, self.begun)
+        buffer = BoundPart(parts.by_name["buffer"], self.started.lineage)
+        sync = sink = coordinator
+        training = trainer.run(ranks, buffer, sync, sink, self.started)
         if self._joined is not None:
             explorer = parts.by_name["explorer"]
             name = self.plan.explorer.name
             exploring = explorer.run(
                 parts.engines, parts.auxiliary, buffer, coordinator, name, self._joined
             )
-            await drive.work(
+            await drive.run_to_end(
                 training,
                 exploring,
                 (trainer, explorer),
@@ -220,11 +222,11 @@ class ExploreAndTrain(_Training):
                 parts.watch(),
             )
             return
-        open_to_all = rendezvous.keep(
+        offer_to_explorers = rendezvous.keep(
             self.plan, parts.rundir.run_id, {"coordinator": coordinator, "buffer": buffer}
         )
-        watch = all_of(parts.watch(), open_to_all)
-        await drive.work(
+        watch = all_of(parts.watch(), offer_to_explorers)
+        await drive.run_to_end(
             training,
             coordinator.serve_explorers(),
             (trainer,),
@@ -250,14 +252,16 @@ class TrainOffline(_Training):
                 PartSpec("coordinator", "monitor", (self.plan,)),
             ]
         )
-        self.begun = begin_offline(self._checkpoint, self._origin)
+        self.started = begin_offline(self._checkpoint, self._origin)
         return True
 
     async def work(self, parts: Parts, on_record: OnRecord, signals: Signals) -> None:
         (trainer, *ranks), monitor = parts.ranks, parts.by_name["coordinator"]
         used = None if self._checkpoint is None else self._checkpoint.consumption
-        training = trainer.run_offline(ranks, monitor, self.begun, used)
-        await drive.work(training, None, (trainer,), monitor, on_record, signals, parts.watch())
+        training = trainer.run_offline(ranks, monitor, self.started, used)
+        await drive.run_to_end(
+            training, None, (trainer,), monitor, on_record, signals, parts.watch()
+        )
 
 
 class Explore(Mode):
@@ -272,7 +276,7 @@ class Explore(Mode):
         super().__init__(plan)
         self._coordinator: Any = None  # proxies, set by `_join`
         self._buffer: Any = None
-        self._joined: Joined | None = None
+        self._joined: JoinReply | None = None
         self._last: Version | None = None
 
     def done(self, rundir: RunDir) -> Version | None:
@@ -310,7 +314,7 @@ class Explore(Mode):
         self._joined = await self._coordinator.join(
             name, nodes, parts.engines, parts.by_name["explorer"], plan.sync_runtime
         )
-        self.begun = self._joined.start
+        self.started = self._joined.start
 
     async def work(self, parts: Parts, on_record: OnRecord, signals: Signals) -> None:
         assert self._joined is not None
@@ -326,7 +330,7 @@ class Explore(Mode):
             await coordinator.leave(*me, f"{type(reason).__name__}: {reason}")
 
         try:
-            await drive.work(
+            await drive.run_to_end(
                 exploring, None, (explorer,), coordinator, on_record, signals, watch, fail
             )
             self._last = await coordinator.wait_final()

@@ -1,6 +1,6 @@
 """Progress of a run: a bar on a terminal, one line per step elsewhere.
 
-Knows metric records, and log records with `extra=STARTING`; no Ray and no part of the run.
+Depends on metric records, and log records with `extra=STARTING`, on no Ray and no part of the run.
 Invariant: it changes and delays nothing, and shows only content of metrics.jsonl and the logs.
 """
 

@@ -1,7 +1,7 @@
 """Estimate the peak memory of each role of a plan, term by term; docs/concepts/memory.md explains
 and measures the terms.
 
-Knows the plan and the model's sizes; needs no GPU, no torch and no Ray.  Invariant: every number
+Depends on the plan and the model's sizes; needs no GPU, torch or Ray.  Invariant: every number
 follows from the plan, the model's sizes and the constants below, which are equal for all models.
 """
 
@@ -247,7 +247,10 @@ def _vllm(
             f"larger of {size_text(weights)} and {size_text(decode)}",
         ),
         Term(
-            "the published version, mapped", weights, "while it loads; also in others", shared=True
+            "published weights (memory-mapped)",
+            weights,
+            "while it loads; also in others",
+            shared=True,
         ),
     ]
 
@@ -284,7 +287,10 @@ def _transformers(
             f"{tokens} tokens, {rows} texts",
         ),
         Term(
-            "the published version, mapped", weights, "while it loads; also in others", shared=True
+            "published weights (memory-mapped)",
+            weights,
+            "while it loads; also in others",
+            shared=True,
         ),
     ]
 

@@ -27,14 +27,14 @@ from rft.types import noise
 
 Backend = Literal["gloo", "nccl"]
 _METHODS = ("memory", "checkpoint", "nccl")
-_OTHER_NAMES = {"offline": "checkpoint", "online": "nccl"}
+_TRINITY_NAMES = {"offline": "checkpoint", "online": "nccl"}
 
 
 def _method(value: str) -> str:
     if ":" in value:  # a transport plugin
         return value
     name = value.strip().lower()
-    name = _OTHER_NAMES.get(name, name)
+    name = _TRINITY_NAMES.get(name, name)
     if name not in _METHODS:
         plugin = (
             f"or your own transport: pkg.module:Name, path/file.py:Name.{nearest(name, _METHODS)}"
@@ -76,9 +76,10 @@ class NcclConfig(Section):
 def _style(style: Style) -> Any:
     return safe_key(
         style,
-        "fixed: both sides count steps; explorer_driven: when the explorer asks; trainer_driven: "
-        "after every sync_interval steps, and neither side waits; fully_async: the same, with a "
-        "quota of tasks for each window.  max_staleness limits all of them.",
+        "fixed: after every sync_interval train steps, and both sides wait; explorer_driven: when "
+        "the explorer asks; trainer_driven: after every sync_interval train steps, and neither side "
+        "waits; fully_async: as trainer_driven, with a quota of tasks for each window.  "
+        "max_staleness limits all of them.",
     )
 
 
@@ -95,8 +96,8 @@ class SyncConfig(Section):
     )
     sync_interval: units.TrainSteps = safe_key(
         1,
-        "Train steps between two versions; explorer_driven: explore steps after which the explorer "
-        "asks for one.",
+        "Train steps between two versions; explorer_driven: explore steps between two requests of "
+        "the explorer.",
     )
     sync_timeout: units.Seconds = safe_key(3600.0, "How long one side waits for the other.")
     max_staleness: units.TrainStepsOr0 | None = safe_key(
@@ -116,9 +117,9 @@ class SyncConfig(Section):
     )
     canary_tolerance: float = safe_key(
         noise.MULTIPLE,
-        "bfloat16 and float16: how many times the model's own rounding noise the log-probs of "
-        "engines may be off the trainer's, on average over the canary's tokens; the largest may be "
-        "off by twice that multiple of the largest noise, or by 1 nat.",
+        "bfloat16 and float16: allowed mean difference between the log-probs of engines and trainer "
+        "over the canary's tokens, as a multiple of the model's own rounding noise; a single token "
+        "may differ by twice this multiple of the largest noise, and at least by 1 nat.",
         ge=1,
     )
     nccl: NcclConfig = section(NcclConfig, "The broadcast of sync_method nccl.")
@@ -136,7 +137,7 @@ _OFFSET: int = safe_key(
 
 
 class FixedSync(SyncConfig):
-    """Both sides count steps."""
+    """The trainer publishes after every sync_interval steps; both sides wait."""
 
     sync_offset: units.ExploreStepsOr0 = _OFFSET
 
@@ -160,13 +161,12 @@ class FullyAsyncSync(SyncConfig):
     sync_style: SyncStyle = _style("fully_async")
     require_batches: units.Batches = safe_key(
         1,
-        "Batches that must have arrived before the trainer takes the first of them; a divisor of "
-        "sync_interval.",
+        "Batches to wait for before the first of them is trained; must divide sync_interval.",
     )
     staleness_threshold: float | None = safe_key(
         None,
-        "Tasks started beyond one sync window, as a fraction of it; 0 = none, null = no quota.  "
-        "It limits how many, not how old.",
+        "Tasks that may start early, beyond one sync window, as a fraction of it; 0 = none, null = "
+        "no quota.  It limits their number, not their age.",
         ge=0,
     )
 
@@ -176,7 +176,7 @@ class FullyAsyncSync(SyncConfig):
             diagnostics.error(
                 f"{at}.require_batches",
                 f"{self.require_batches} must divide sync_interval {self.sync_interval}: weights "
-                f"move between two takes of the trainer",
+                f"are published only when all batches that were waited for are trained",
             )
 
 

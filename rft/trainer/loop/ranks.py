@@ -2,7 +2,7 @@
 the call.
 
 The local rank works in its own thread, so the event loop stays free (the canary requests scores
-while weights are published). Knows neither Ray nor buffers.  Invariant: collective calls reach
+while weights are published). Depends on neither Ray nor buffers.  Invariant: collective calls reach
 every rank in the same order.
 """
 
@@ -23,7 +23,7 @@ from rft.algorithm.args import Computed
 from rft.algorithm.needs import controllers
 from rft.errors import CheckpointInvalid, ConfigError
 from rft.trainer.loop.step_result import StepResult, combined
-from rft.trainer.rows.pack import Budget, RankBatch, TrainRow, plan
+from rft.trainer.rows.pack import Budget, RankBatch, RowImage, TrainRow, plan
 from rft.trainer.settings import CriticSettings, LearnerSettings
 from rft.types.ids import Version
 from rft.types.ports import ScoreRow, WeightManifest
@@ -144,7 +144,9 @@ class Ranks:
         """Return whether the step computes the policy, not the critic alone."""
         return batch.critic is None or batch.shares[0].step > self.settings.critic.warmup
 
-    def steer(self, kl_penalty: float | None, report: StepResult, rows: int, tokens: int) -> None:
+    def update_controllers(
+        self, kl_penalty: float | None, report: StepResult, rows: int, tokens: int
+    ) -> None:
         """Update the controllers after a step that changed the weights.
 
         `kl_penalty`: KL of the reward's penalty; what the losses measure comes from `report`.
@@ -296,10 +298,12 @@ class Ranks:
 
 def _train_row(row: ScoreRow) -> TrainRow:
     count = len(row.tokens)
+    files = {image.sha256: image.data for image in row.images}
     return TrainRow(
         tokens=row.tokens,
         loss_mask=np.arange(count) >= row.prompt_length,
         logprobs=np.zeros(count, np.float32),
         temperatures=row.temperature,
         experts=row.routed_experts,
+        images=tuple(RowImage(place, files[place.sha256]) for place in row.places),
     )

@@ -1,15 +1,15 @@
 """The value model of PPO: a language model's transformer body with a scalar output, and its
 optimizer.
 
-Knows micro-batches and the value loss; not advantages, buffers or the policy.  Loading, sharding
-and saving are those of a policy, because a critic is a policy with another output layer. Invariant:
-V of a token is read at the position that predicts the token, so it depends on everything before the
-token and not on the token.
+Depends on micro-batches and the value loss, not on advantages, buffers or the policy.  Loading,
+sharding and saving are those of a policy, because a critic is a policy with another output layer.
+Invariant: V of a token is read at the position that predicts the token, so it depends on everything
+before the token and not on the token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,8 +58,9 @@ class ValueModel(Policy):
         projected = _projected(self.hidden(batch if share is None else share.batch))
         return projected if share is None else share.gather(projected)
 
-    def reference_outputs(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [body_of(self.lm)(input_ids=ids, use_cache=False).last_hidden_state for ids in rows]
+    def reference_outputs(self, inputs: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
+        body = body_of(self.lm)
+        return [body(**names, use_cache=False).last_hidden_state for names in inputs]
 
     @staticmethod
     def read(out: torch.Tensor, row: TrainRow) -> torch.Tensor:

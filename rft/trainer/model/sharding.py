@@ -1,8 +1,8 @@
 """Let ranks meet and shard a model over them with FSDP2.
 
-Knows process groups, meshes and FSDP2; not the model's computation.  Invariant: gradients are
-summed over all ranks and never averaged, because losses are local sums over the totals of the whole
-step.
+Depends on process groups, meshes and FSDP2, not on the model's computation.  Invariant: gradients
+are summed over all ranks and never averaged, because losses are local sums over the totals of the
+whole step.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ def shard(
         fsdp.set_reduce_scatter_unused_params(True)
     for name in exact:
         fully_shard(model.get_submodule(name), mesh=mesh, offload_policy=host)
-    fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=host)
+    root = fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=host)
+    if settings.train_vision:  # a rank may have no image
+        root.set_reduce_scatter_unused_params(True)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
