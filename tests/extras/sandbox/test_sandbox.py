@@ -359,7 +359,7 @@ def sandbox() -> Iterator[Sandbox]:
     made.close()
 
 
-async def test_packages_below_tmp_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_below_tmp_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """G9: a virtual environment below /tmp was hidden by the private /tmp, and the program wrong."""
     with tempfile.TemporaryDirectory(dir="/tmp") as venv:
         site = Path(venv, "lib", "site-packages")
@@ -374,12 +374,16 @@ async def test_packages_below_tmp_can_be_imported(monkeypatch: pytest.MonkeyPatc
             pytest.skip(str(e))
         seen = f"greeting.TEXT, os.listdir({venv!r}), os.listdir('/proc')"
         program = f"import greeting, os\nopen('/tmp/own', 'w').close()\nprint({seen})"
-        ran = await made.run(program, LIMITS)
-        writes = await made.run(f"open({str(site / 'greeting.py')!r}, 'a')", LIMITS)
-        again = await made.run("import os; print('own' in os.listdir('/tmp'))", LIMITS)
+        writes = f"open({str(site / 'greeting.py')!r}, 'a')"
+        other = "import os; print('own' in os.listdir('/tmp'))"
+
+        async def play() -> list[jobs.Ran]:
+            return [await made.run(text, LIMITS) for text in (program, writes, other)]
+
+        imports, appends, again = asyncio.run(play())
         made.close()
-    assert ran.output == b"hello ['lib'] []\n", ran.detail
-    assert writes.reason == "error"
+    assert imports.output == b"hello ['lib'] []\n", imports.detail
+    assert appends.reason == "error"
     assert again.output == b"False\n"
 
 
