@@ -254,7 +254,7 @@ class ExplorerSide(BufferCore):
                 image_files.note(
                     tx,
                     of_files,
-                    ((name, x.id) for x in new if _kept(x, ledger) for name in x.shown),
+                    ((name, x.id) for x in new if _outlives_append(x, ledger) for name in x.shown),
                 )
             put_many(tx, groups, [x.header(at) for x, at in zip(new, locators, strict=True)])
             put_many(tx, experiences, [row for x in new for row in x.rows])
@@ -323,18 +323,18 @@ class ExplorerSide(BufferCore):
         groups = [x for x in answers if isinstance(x, IncomingGroup) and x.shown]
         if not groups:
             return {}
-        known = image_files.stored(tx, {name for x in groups for name in x.shown})
+        stored = image_files.stored(tx, {name for x in groups for name in x.shown})
         files: dict[str, bytes] = {}
         for i, x in enumerate(answers):
             if not isinstance(x, IncomingGroup):
                 continue
-            if absent := x.shown - known - x.images.keys():
+            if absent := x.shown - stored - x.images.keys():
                 answers[i] = FrameRejected(
                     f"missing_image: group {x.id} shows image {min(absent)}, whose file was not "
                     f"given"
                 )
-            elif _kept(x, self._ledger):
-                files |= {name: x.images[name] for name in sorted(x.shown - known)}
+            elif _outlives_append(x, self._ledger):
+                files |= {name: x.images[name] for name in sorted(x.shown - stored)}
         return files
 
     def _count_rejections(self, tx: Connection, answers: Sequence[object]) -> None:
@@ -377,7 +377,7 @@ class ExplorerSide(BufferCore):
             )
 
 
-def _kept(x: IncomingGroup, ledger: Ledger) -> bool:
+def _outlives_append(x: IncomingGroup, ledger: Ledger) -> bool:
     """Return whether the payload of a group outlives the append."""
     return ledger.storage.durable or bool(x.waiting)
 

@@ -73,15 +73,15 @@ def keep_only(tx: Connection, groups: Iterable[str]) -> list[str]:
 
 def problems(tx: Connection, storage: Storage) -> list[str]:
     """Return a problem for each file that is damaged, or that no group shows."""
-    found = []
+    texts = []
     for name, locator, num_bytes, uses in ask(tx, _ALL).all():
         try:
             (data,) = storage.get([locator], tx)
         except BufferFailed as error:
-            found.append(f"image {name}: {error}")
+            texts.append(f"image {name}: {error}")
             continue
         if len(data) != num_bytes or sha256(data).hexdigest() != name:
-            found.append(f"image {name}: payload {locator} is not the file as it was stored")
+            texts.append(f"image {name}: payload {locator} is not the file as it was stored")
         if not uses:
-            found.append(f"image {name}: no group shows it")
-    return found
+            texts.append(f"image {name}: no group shows it")
+    return texts

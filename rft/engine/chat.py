@@ -30,7 +30,7 @@ from rft.engine.base import (
 )
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, SetupError
-from rft.images.processor import ImageProcessor, PreparedImage, Shown, Sight
+from rft.images.processor import ImageProcessor, PreparedImage, ShownImage, Sight
 from rft.types import modelfiles
 from rft.types.images import Image, ImagePlace, names_in
 from rft.types.ports import GenerateRequest
@@ -167,9 +167,9 @@ class Chat:
             return ()
         before = request.prefix_places
         start = 0 if request.prefix_tokens is None else len(request.prefix_tokens)
-        known = {x.sha256: p for x, p in zip(request.images, self.prepared(request), strict=True)}
+        by_name = {x.sha256: p for x, p in zip(request.images, self.prepared(request), strict=True)}
         names = list(names_in(request.messages))[len(before) :]
-        later = self.images.places(tokens, names, [known[name] for name in names], start)
+        later = self.images.places(tokens, names, [by_name[name] for name in names], start)
         return (*before, *later)
 
     def sight(self, tokens: Sequence[int], places: Sequence[ImagePlace], files: Images) -> Sight:
@@ -181,7 +181,7 @@ class Chat:
             image = self.images.process(data[place.sha256])
             inside = np.asarray(tokens[place.start : place.start + place.length])
             at = place.start + np.flatnonzero(inside == self.images.image_token_id)
-            shown.append(Shown(image, at))
+            shown.append(ShownImage(image, at))
         return shown
 
     def encode_conversation(self, messages: Sequence[dict[str, Any]]) -> list[int]:
@@ -255,9 +255,9 @@ class Chat:
         """Write the images of `messages` into their rendered text."""
         if not request.images:
             return text
-        known = {x.sha256: p for x, p in zip(request.images, self.prepared(request), strict=True)}
+        by_name = {x.sha256: p for x, p in zip(request.images, self.prepared(request), strict=True)}
         assert self.images is not None, "`prepared` checks it"
-        return self.images.expand(text, [known[name] for name in names_in(messages)])
+        return self.images.expand(text, [by_name[name] for name in names_in(messages)])
 
     def _tokens_of(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

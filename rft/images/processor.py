@@ -69,14 +69,14 @@ class PreparedImage(NamedTuple):
     hash: str  # xxh3-128 of the shape and the values
 
 
-class Shown(NamedTuple):
+class ShownImage(NamedTuple):
     """An image of a sequence, and the positions of its features among the sequence's tokens."""
 
     image: PreparedImage
     at: np.ndarray  # int64 [features]
 
 
-Sight = Sequence[Shown]  # of one sequence
+Sight = Sequence[ShownImage]  # of one sequence
 
 
 class ImageProcessor:
@@ -146,9 +146,9 @@ class ImageProcessor:
     def process(self, data: bytes) -> PreparedImage:
         """Raises ValueError for a file that cannot be decoded, or a shape that the model cannot read."""
         with self._lock:
-            if (known := self._cache.get(data)) is not None:
+            if (cached := self._cache.get(data)) is not None:
                 self._cache.move_to_end(data)
-                return known
+                return cached
         done = self._process(data)
         with self._lock:
             if data not in self._cache:
@@ -200,18 +200,18 @@ class ImageProcessor:
         their placeholder tokens are exactly those of the images.
         """
         later = np.asarray(tokens[start:], np.int64)
-        found = (start + np.flatnonzero(later == self.image_token_id)).tolist()
+        positions = (start + np.flatnonzero(later == self.image_token_id)).tolist()
         expected = sum(x.num_tokens for x in images)
-        if len(found) != expected:
+        if len(positions) != expected:
             raise ValueError(
-                f"the prompt has {len(found)} placeholder tokens of images, and its "
+                f"the prompt has {len(positions)} placeholder tokens of images, and its "
                 f"{len(images)} images have {expected}; no text may contain {self.family.token}"
             )
         places = []
         at = 0
         for name, image in zip(names, images, strict=True):
-            first = found[at]
+            first = positions[at]
             at += image.num_tokens
-            last = found[at - 1]
+            last = positions[at - 1]
             places.append(ImagePlace(name, first, last + 1 - first, image.grid, image.hash))
         return tuple(places)

@@ -21,7 +21,7 @@ import xxhash
 
 from rft.errors import ConfigError
 from rft.secrets import redact
-from rft.taskset import images as images_of_rows
+from rft.taskset import row_images
 from rft.taskset.chatfiles import LeftOut, find_overlong
 from rft.taskset.messages import ABSENT, as_chat, from_json, lookup
 from rft.taskset.settings import FormatSettings, TasksetSettings
@@ -507,7 +507,7 @@ def _with_images(
     settings: TasksetSettings, row: Row, prompt: str | None, messages: Messages, where: str
 ) -> tuple[Row, str | None, Messages, tuple[Image, ...]]:
     try:
-        return images_of_rows.shown(settings, row, prompt, messages)
+        return row_images.with_images(settings, row, prompt, messages)
     except ValueError as e:
         named = settings.format.image_key
         key = _key(settings, f"format.{'image_key' if named else 'messages_key'}")

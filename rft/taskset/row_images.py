@@ -67,7 +67,7 @@ def folder_of(path: str) -> Path:
     return place if place.is_dir() else place.parent if place.is_file() else Path()
 
 
-def shown(
+def with_images(
     settings: TasksetSettings,
     row: dict[str, Any],
     prompt: str | None,
@@ -134,45 +134,47 @@ def placed(
     the last message of the user.  Raises ValueError unless there are as many as places for them.
     """
     rest = iter(images)
-    known: dict[str, Image] = {}
+    by_name: dict[str, Image] = {}
     count = 0
 
-    def shown(image: Image | None) -> dict[str, str]:
+    def image_part(image: Image | None) -> dict[str, str]:
         nonlocal count
         if image is None:
             count += 1
             image = next(rest, None)
         if image is None:
             return {}
-        known[image.sha256] = image
+        by_name[image.sha256] = image
         return image.part
 
-    done = [_message(m, shown, bool(images), folder) for m in messages]
+    done = [_message(m, image_part, bool(images), folder) for m in messages]
     if images and not count:
         at = max((i for i, m in enumerate(done) if m.get("role") == "user"), default=len(done) - 1)
         count = len(images)
-        done[at] = {**done[at], "content": [*map(shown, images), *_texts(done[at]["content"])]}
+        done[at] = {**done[at], "content": [*map(image_part, images), *_texts(done[at]["content"])]}
     if count != len(images):
         raise ValueError(
             f"{count} places for images ({MARKER} in texts, or parts of type image without one), "
             f"and {len(images)} images"
         )
-    return tuple(done), tuple(known.values())
+    return tuple(done), tuple(by_name.values())
 
 
-def _message(message: Mapping[str, Any], shown: Any, split: bool, folder: Path) -> dict[str, Any]:
+def _message(
+    message: Mapping[str, Any], image_part: Any, split: bool, folder: Path
+) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, str) and split and MARKER in content:
-        return {**message, "content": [*_marked(content, shown)]}
+        return {**message, "content": [*_marked(content, image_part)]}
     if not isinstance(content, list):
         return dict(message)
     parts: list[dict[str, Any]] = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in ("image", "image_url"):
-            parts.append(shown(_own(part, folder)))
+            parts.append(image_part(_own(part, folder)))
         elif kind == "text" and isinstance(part.get("text"), str):
-            parts += _marked(part["text"], shown) if split else [{"type": "text", **part}]
+            parts += _marked(part["text"], image_part) if split else [{"type": "text", **part}]
         else:
             raise ValueError(
                 f"a part of type {kind!r}; a message's content is text and images, sound and "
@@ -190,13 +192,13 @@ def _own(part: Mapping[str, Any], folder: Path) -> Image | None:
     return image
 
 
-def _marked(text: str, shown: Any) -> Iterator[dict[str, str]]:
+def _marked(text: str, image_part: Any) -> Iterator[dict[str, str]]:
     """Yield the parts of a text with markers."""
     first, *later = text.split(MARKER)
     if first:
         yield {"type": "text", "text": first}
     for piece in later:
-        yield shown(None)
+        yield image_part(None)
         if piece:
             yield {"type": "text", "text": piece}
 
