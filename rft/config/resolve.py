@@ -120,6 +120,8 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
     engines, learner = devices.in_turns(
         ctx, *lora_plan.published(ctx, engines, learner), shared=cluster.shared
     )
+    auxiliary = plan_engines.auxiliary(ctx, lengths[0], cluster.gpus, top)
+    learner = replace(learner, average_decay=plan_engines.average_decay(ctx, auxiliary))
     plan_trainer.micro_batches(
         ctx, work.counted, work.rows, learner, bool(plan_algorithm.has_critic(algorithm, ctx.facts))
     )
@@ -136,7 +138,7 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
         explorer=_explorer(ctx, work, algorithm, schedule),
         serve=plan_serve.serve(ctx, work.counted),
         engines=engines,
-        auxiliary=plan_engines.auxiliary(ctx, lengths[0], cluster.gpus, top),
+        auxiliary=auxiliary,
         buffer=_buffer(ctx, work),
         mix=work.expert[0] if work.expert else None,
         expert=work.expert[1] if work.expert else None,

@@ -80,7 +80,9 @@ class Models:
         """Return auxiliary models by name, with `replaced`; models start at their first call."""
         models: dict[str, ChatModel] = {}
         for settings in self._plan.auxiliary:
-            lazy = LazyModel(settings, self._start)
+            # a moving average begins with the weights of its folder
+            engines = (dataclasses.replace(e, fixed_weights=True) for e in settings.engines)
+            lazy = LazyModel(dataclasses.replace(settings, engines=tuple(engines)), self._start)
             models |= dict.fromkeys(settings.names, lazy)
         if unknown := [n for n in replaced if n not in models]:
             raise ConfigError(

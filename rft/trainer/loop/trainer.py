@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -45,6 +45,7 @@ from rft.types.ports import (
     MetricSink,
     NeedMore,
     ScoreRow,
+    WeightManifest,
     WeightSync,
 )
 from rft.worker.waiting import works
@@ -63,6 +64,7 @@ class Trainer:
     sink: MetricSink
     _: KW_ONLY
     transport: Transport | None
+    average_transport: Transport | None = None  # of the weights' moving average, which teaches
     lineage: int
     start_step: int
     parent: Version | None  # of the checkpoint that is continued; None: the base model
@@ -150,6 +152,10 @@ class Trainer:
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
         """Return log-probs, see `ports.Scorer`; the synchronizer calls it outside of steps."""
         return await self.ranks.score(rows)
+
+    async def score_average(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
+        """Return the same under the moving average of the weights."""
+        return await self.ranks.score(rows, "average")
 
     # ------------------------------------------------------------ one step
 
@@ -294,19 +300,31 @@ class Trainer:
         if self.sync is not None and self.transport is not None:
             version = Version(self.lineage, step)
             with self._timed("sync"), works(f"the weights of step {step} go to the engines"):
+                if (to := self.average_transport) is not None:  # it teaches the next version's rows
+                    manifest = await self.ranks.stage(version, to, average=True)
+                    await self._sent(manifest, to, self.sync.publish_average)
                 manifest = await self.ranks.stage(version, self.transport)
                 fault("trainer.staged")
-                try:
-                    await self.sync.publish(manifest)
-                except WeightSyncFailed:
-                    self.transport.release(version)
-                    raise
-            if self._published is not None:
-                self.transport.release(self._published)
+                await self._sent(manifest, self.transport, self.sync.publish)
             self._published = version
             self._window.publish(step)
             fault("trainer.published")
         await self.ranks.remember()
+
+    async def _sent(
+        self,
+        manifest: WeightManifest,
+        transport: Transport,
+        publish: Callable[[WeightManifest], Awaitable[Any]],
+    ) -> None:
+        """Publish a staged version; then free the one before it, or after a failure this one."""
+        try:
+            await publish(manifest)
+        except WeightSyncFailed:
+            transport.release(manifest.version)
+            raise
+        if self._published is not None:
+            transport.release(self._published)
 
     async def _save_if_due(self) -> None:
         """Save if the schedule says so; with `async_save` steps go on meanwhile."""
