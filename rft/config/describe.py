@@ -296,9 +296,9 @@ def timeline(plan: Plan) -> str:
         need = s.required_step(batch)
         if need != last:
             parts.append(
-                f"explore step {batch} waits for version {need}"
+                f"explore step {batch + 1} waits for version {need}"
                 if need
-                else "explore step 0 has the untrained weights"
+                else "explore step 1 starts with the untrained weights"
             )
             last = need
     every = "every train step" if s.interval == 1 else f"every {s.interval} train steps"
@@ -326,9 +326,9 @@ def _asynchronous(plan: Plan) -> str:
     else:
         limit = ""
     if s.max_staleness is not None:
-        limit += f"; the explorer waits where rows would get older than {s.max_staleness} steps"
+        limit += f"; the explorer waits so that rows are at most {s.max_staleness} steps old"
     return f"sent {when} ({plan.sync.sync_method}){limit}" + (
-        "" if plan.sync.partial_rollout else "; tasks under way are waited for"
+        "" if plan.sync.partial_rollout else "; a sync waits for running tasks"
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -196,11 +195,7 @@ class Coordinator(MonitorPart):
     async def publish(self, manifest: WeightManifest) -> list[Metric]:
         metrics = await self.sync.publish(manifest)
         values = {m.name: m.value for m in metrics} | self._average
-        await self.log(
-            MetricRecord(
-                role="synchronizer", step=manifest.version.step, time=time.time(), values=values
-            )
-        )
+        await self.log(MetricRecord(role="synchronizer", step=manifest.version.step, values=values))
         return metrics
 
     async def publish_average(self, manifest: WeightManifest) -> list[Metric]:

@@ -64,7 +64,7 @@ def shown_tokens(
     names = {v: i for i, v in enumerate(dict.fromkeys(v for _, _, v in spans))}
     earned = None if p.token_rewards is None else p.token_rewards.tolist()
     teacher = nothing if p.teacher_logprobs is None else p.teacher_logprobs.tolist()
-    place = np.cumsum(p.taught) - 1  # of a token among those that the teacher scored
+    place = np.cumsum(p.teacher_mask) - 1  # of a token among those that the teacher scored
     for at, (token, is_trained, *numbers) in enumerate(
         zip(p.tokens.tolist()[:most], trained, engine, trainer_logprobs, advantages, strict=False)
     ):

@@ -403,7 +403,7 @@ class Trainer:
     async def _emit(
         self, role: Role, step: int, values: dict[str, float], notes: tuple[str, ...] = ()
     ) -> None:
-        record = MetricRecord(role=role, step=step, time=time.time(), values=values, notes=notes)
+        record = MetricRecord(role=role, step=step, values=values, notes=notes)
         await self.sink.log(record)
 
     @contextmanager

@@ -382,7 +382,7 @@ def _check_top(row: Experience, teacher_top: int) -> None:
             f"{teacher_top}: take rows that a workflow with ctx.teach wrote under the same "
             f"algorithm.policy_loss_fn_args.k"
         )
-    if teacher_top and (row.loss_mask > row.taught).any():
+    if teacher_top and (row.loss_mask > row.teacher_mask).any():
         raise RunFailed(f"{_where(row)} has trained tokens that no teacher scored")
 
 
@@ -433,7 +433,7 @@ def train_row(row: Experience, pairs: bool = False, teacher_top: int = 0) -> Tra
         temperatures = np.full(len(row.tokens), row.temperature, np.float32)
         for record in row.sampling:
             temperatures[record.start : record.end] = record.sampling.temperature
-    trained = row.loss_mask[row.taught] if teacher_top else None
+    trained = row.loss_mask[row.teacher_mask] if teacher_top else None
     return TrainRow(
         tokens=row.tokens,
         loss_mask=row.loss_mask,
