@@ -20,6 +20,10 @@ class RftError(Exception):
 
     exit_code: ClassVar[int] = 4
 
+    def _render_traceback_(self) -> list[str]:
+        """IPython prints these lines in place of a traceback: the message says what to do."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class ConfigError(RftError):
     """The configuration is wrong.

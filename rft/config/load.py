@@ -1,8 +1,8 @@
 """A YAML file and `key=value` overrides → `RunConfig`, or every error at once, in sentences.
 
-Knows the schema's classes, not what they mean.  Invariants: what comes out has passed the schema;
-nothing has been looked up, opened or started besides the file; a secret's value never enters a
-message.
+Depends on the schema's classes, not on what they mean.  Invariants: what comes out has passed the
+schema; nothing has been looked up, opened or started besides the file; a secret's value never
+enters a message.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decode image files within limits, always to the same RGB pixels.
 
-Knows no model.  Invariant: a file that `check` accepts can be decoded again, and nothing about it
-depends on the machine: a file that decoders read in different ways (several frames, CMYK, more
+Depends on no model.  Invariant: a file that `check` accepts can be decoded again, and nothing about
+it depends on the machine: a file that decoders read in different ways (several frames, CMYK, more
 than 8 bits) is refused.  What is shown follows the usual viewers: turned as EXIF says, and
 transparent parts over white.
 """

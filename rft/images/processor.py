@@ -2,7 +2,7 @@
 
 Engine and trainer use this one function, so both compute the same values from the same file; the
 hash of these values travels with each row.  Values are computed with Pillow (transformers' "pil"
-backend) on every machine.  Knows no model weights and no tokenizer.
+backend) on every machine.  Depends on no model weights and no tokenizer.
 
 Invariant: `process` depends only on the file, the model's preprocessor_config.json and `args`.
 """

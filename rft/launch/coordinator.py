@@ -209,10 +209,10 @@ class Coordinator(MonitorPart):
         return metrics
 
     async def step_finished(self, step: int, *, finished: bool = False) -> bool:
-        demanded = await self.sync.step_finished(step, finished=finished)
+        requested = await self.sync.step_finished(step, finished=finished)
         if finished:
             await self._assigner.finish()
-        return demanded
+        return requested
 
     # ------------------------------------------------------------ explorers come and go
 

@@ -312,6 +312,7 @@ class TrainerPart:
                 start,
                 transport=self._transport,
                 average_transport=self._average_transport,
+                publish_average=sync.publish_average,
                 must_publish=when.must_publish,
                 first_after=when.first_after,
                 on_demand=when.on_demand,

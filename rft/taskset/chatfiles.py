@@ -1,10 +1,9 @@
 """Render chats and count their tokens with a model folder's tokenizer and chat template, using only
 `tokenizers` and `jinja2`.
 
-Knows the Hugging Face folder layout, neither torch nor transformers.  Messages that a workflow adds
-to a chat are not counted.
-Invariant: the text equals the engine's; the same files and rows leave out the same rows, however
-many processes count.
+Depends on the Hugging Face folder layout, on neither torch nor transformers.  Messages that a
+workflow adds to a chat are not counted.  Invariant: the text equals the engine's; the same files
+and rows leave out the same rows, however many processes count.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An image is its file as the task gave it, named by the sha256 of these bytes.  A message refers to
 it by a part {"type": "image", "image": NAME}; a task, a request and a batch carry the files beside
-the messages.  Knows no decoder and no model.
+the messages.  Depends on no decoder and no model.
 """
 
 from __future__ import annotations

@@ -293,10 +293,6 @@ class WeightSync(Protocol):
         """
         ...
 
-    async def publish_average(self, manifest: WeightManifest) -> list[Metric]:
-        """Load the weights' moving average into the engines that teach, in the same way."""
-        ...
-
     async def step_finished(self, step: int, *, finished: bool = False) -> bool:
         """Report that optimizer step `step` is done; `finished`: it was the last.
 

@@ -3,8 +3,8 @@
 A micro-batch holds its rows as a prefix tree (shared), one after another (packed), or one per line
 (padded).  In the first two only attention separates rows: any other layer that reads earlier
 positions would carry state from one row into the next, unless its kernels take the rows' ends, as
-they do on GPUs.  Knows the configuration keys of transformers.  Invariant: an unproven layer type is
-never packed or shared.
+they do on GPUs.  Depends on the configuration keys of transformers.  Invariant: an unproven layer
+type is never packed or shared.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tokens of one experience with what is known of each, and the class of colour that shows one
 number of it.
 
-Knows experiences, no pages.  Invariant: the numbers are those of the ledger and its payload;
-classes are steps of fixed scales, so that one colour means the same in every run.
+Depends on experiences, on no pages.  Invariant: the numbers are those of the ledger and its
+payload; classes are steps of fixed scales, so that one colour means the same in every run.
 """
 
 from __future__ import annotations

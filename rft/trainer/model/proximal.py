@@ -1,8 +1,8 @@
 """Other values of the policy's weights that the trainer keeps: those of the start of a window, and a
 moving average.
 
-Knows the policy's trained parameters.  Invariant: each rank keeps its own part, and the trained
-weights are restored even after an error.
+Depends on the policy's trained parameters.  Invariant: each rank keeps its own part, and the
+trained weights are restored even after an error.
 """
 
 from __future__ import annotations
