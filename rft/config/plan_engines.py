@@ -233,9 +233,10 @@ def auxiliary_gpus(ctx: Context, i: int, total: int, per_node: int) -> list[int]
 
 def auxiliary(
     ctx: Context, max_model_len: int, total: int, top_logprobs: int
-) -> tuple[AuxiliarySettings, ...]:
-    """Every auxiliary model once, in the order of the list.  `max_model_len` is the policy's;
-    `total`: GPUs of the cluster; `top_logprobs`: most likely tokens that the algorithm reads.
+) -> tuple[tuple[AuxiliarySettings, ...], float | None]:
+    """Every auxiliary model once, in the order of the list, and the decay of the moving average that
+    the trainer keeps for one of them, or None.  `max_model_len` is the policy's; `total`: GPUs of
+    the cluster; `top_logprobs`: most likely tokens that the algorithm reads.
     """
     models = ctx.config.explorer.auxiliary_models
     taken: dict[str, int] = {}
@@ -252,15 +253,16 @@ def auxiliary(
                 f"{SELF} is the policy's name as its own teacher; choose another",
             )
         names.setdefault(_without_name(model), {})[name] = None
-    return tuple(
+    started = tuple(
         _auxiliary(
             ctx, i, tuple(names[_without_name(models[i])]), max_model_len, total, top_logprobs
         )
         for i in distinct(ctx.config)
     )
+    return started, _average_decay(ctx, started)
 
 
-def average_decay(ctx: Context, models: tuple[AuxiliarySettings, ...]) -> float | None:
+def _average_decay(ctx: Context, models: tuple[AuxiliarySettings, ...]) -> float | None:
     """Return the decay of the moving average that the trainer keeps; None: it keeps none."""
     decays = {m.decay for m in models if m.decay is not None}
     if len(decays) > 1:
@@ -311,11 +313,8 @@ def _auxiliary(
     device = ("cuda" if total else "cpu") if model.device == "auto" else model.device
     length = model.max_model_len or max_model_len
     shared = _shared(ctx, model, key, device, length)
-    trusted = (
-        ctx.config.model.trust_remote_code
-        if model.trust_remote_code is None
-        else model.trust_remote_code
-    )
+    policys = ctx.config.model.trust_remote_code
+    trusted = policys if model.trust_remote_code is None else model.trust_remote_code
     if model.task == "score" and (model.tool_call_parser or model.reasoning_parser):
         ctx.error(
             f"{key}.task",
@@ -325,7 +324,7 @@ def _auxiliary(
         ctx.error(
             f"{key}.task", "score: the scripted engine writes texts; use vllm or transformers"
         )
-    if trusted and not ctx.config.model.trust_remote_code:
+    if trusted and not policys:
         ctx.warn(
             f"{key}.trust_remote_code: Python code from the model's folder will run with your "
             f"rights"

@@ -70,7 +70,7 @@ class EnginePool:
         self._name = name
         self._unscorable = unscorable
         self._verified = verified
-        self._known: set[Version] = set()  # verified versions
+        self._valid: set[Version] = set()  # verified versions
         self._revive = revive
         self._turn = asyncio.Semaphore(max_concurrent or 1 << 30)
         self._under_way = [0] * len(engines)
@@ -97,10 +97,10 @@ class EnginePool:
             raise ValueError(self._unscorable)
         while True:
             scores = await self._ask(lambda e, _: e.score(row))
-            if self._verified is None or scores.version in self._known:
+            if self._verified is None or scores.version in self._valid:
                 return scores
             if await self._verified(scores.version):
-                self._known.add(scores.version)
+                self._valid.add(scores.version)
 
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
         return await self._ask(lambda e, _: e.classify(messages))

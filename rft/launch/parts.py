@@ -291,6 +291,7 @@ class TrainerPart:
         self, other_ranks: Sequence[Any], reader: Any, sync: Any, sink: Any, start: Start
     ) -> None:
         from rft.sync.transport.choose import make
+        from rft.trainer.loop.outlet import Outlet
 
         self._transport = make(
             self.plan.sync,
@@ -298,10 +299,12 @@ class TrainerPart:
             _address(self.plan),
             self.plan.sync_runtime.backend,
         )
+        average = None
         if self.plan.averaged is not None:
             method = "memory" if self.plan.cluster.node_num == 1 else "checkpoint"
             config = self.plan.sync.model_copy(update={"sync_method": method})
-            self._average_transport = make(config, self.plan.run_dir / "sync" / "average")
+            to = self._average_transport = make(config, self.plan.run_dir / "sync" / "average")
+            average = Outlet(to, sync.publish_average, average=True)
         when = schedule(self.plan, start)
         try:
             await self._train(
@@ -311,8 +314,7 @@ class TrainerPart:
                 sink,
                 start,
                 transport=self._transport,
-                average_transport=self._average_transport,
-                publish_average=sync.publish_average,
+                average=average,
                 must_publish=when.must_publish,
                 first_after=when.first_after,
                 on_demand=when.on_demand,
@@ -418,7 +420,7 @@ class TrainerPart:
         return cast("list[np.ndarray]", await self._trainer.score(rows))
 
     async def score_average(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
-        return cast("list[np.ndarray]", await self._trainer.score_average(rows))
+        return cast("list[np.ndarray]", await self._trainer.score(rows, "average"))
 
     async def send(self, manifest: WeightManifest) -> None:
         await self._transport.send(manifest)

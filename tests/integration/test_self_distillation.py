@@ -112,6 +112,28 @@ def test_a_moving_average_teaches_and_goes_on_after_a_stop(told: Path, tmp_path:
         assert error <= limit
 
 
+@pytest.mark.e2e
+def test_gkd_trains_answers_of_the_policy_and_of_its_teacher(told: Path, tmp_path: Path) -> None:
+    options = [
+        *(f"model.model_path={told}", f"checkpoint_root_dir={tmp_path}", *SMALL),
+        *("trainer.total_steps=2", "explorer.eval_at_end=false", "algorithm.algorithm_type=gkd"),
+        "buffer.explorer_input.default_workflow_type=gkd_workflow",
+        "buffer.explorer_input.taskset.workflow_args={teacher: start, on_policy: 0.5}",
+    ]
+    done = execute(EXAMPLE / "config.yaml", options, in_process=True)
+    rows = stored(done.run_dir)
+    theirs = sum(x.is_expert for x in rows)
+    assert 0 < theirs < len(rows) == 2 * 8 * 2
+    for x in rows:
+        assert x.teacher_top_ids is not None and x.teacher_logprobs is not None
+        # the teacher's prompt is the policy's, and its weights are the policy's of the start
+        assert len(x.teacher_top_ids) == x.num_response_tokens
+    measured = read(done.run_dir / "metrics.jsonl")
+    shares = [v for _, v in series(measured, "rollout/written_by_teacher/mean")]
+    assert sum(shares) * 16 == pytest.approx(theirs)
+    assert [s for s, _ in series(measured, "actor/distill_divergence")] == [1, 2]
+
+
 def tensors(folder: Path, kind: str) -> dict[str, torch.Tensor]:
     files = shards.find(folder, kind)
     return {name: files.read(name) for name in files}

@@ -230,8 +230,8 @@ class Ranks:
         self, version: Version, transport: Transport, *, average: bool = False
     ) -> WeightManifest:
         began = time.perf_counter()
-        others = ((version, None, average) for _ in self._remote)
-        first, *_ = await self._all("stage", [(version, transport, average), *others])
+        args = [(version, to, average) for to in (transport, *[None] * len(self._remote))]
+        first, *_ = await self._all("stage", args)
         assert isinstance(first, WeightManifest)
         return replace(first, stage_s=time.perf_counter() - began)
 

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rft.errors import RunFailed, WeightSyncFailed
+from rft.errors import RunFailed
 from rft.fault_injection import fault
 from rft.monitor.monitor import FILE as METRICS
 from rft.sync.base import Transport
@@ -31,12 +31,13 @@ from rft.trainer.checkpoint.save_schedule import SaveSchedule
 from rft.trainer.loop import token_numbers
 from rft.trainer.loop.numbers import step_values
 from rft.trainer.loop.offline_reader import HeldOut
+from rft.trainer.loop.outlet import Outlet
 from rft.trainer.loop.ranks import Ranks
 from rft.trainer.loop.step_result import StepResult
 from rft.trainer.loop.window import Window
 from rft.trainer.rows import batch_builder
 from rft.trainer.rows.batch_builder import StepBatch
-from rft.trainer.settings import TrainerSettings
+from rft.trainer.settings import TrainerSettings, WeightSet
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord, Role
 from rft.types.ports import (
@@ -46,13 +47,11 @@ from rft.types.ports import (
     MetricSink,
     NeedMore,
     ScoreRow,
-    WeightManifest,
     WeightSync,
 )
 from rft.worker.waiting import works
 
 log = logging.getLogger(__name__)
-Publish = Callable[[WeightManifest], Awaitable[Any]]
 
 
 @dataclass(eq=False)
@@ -66,9 +65,7 @@ class Trainer:
     sink: MetricSink
     _: KW_ONLY
     transport: Transport | None
-    # of the weights' moving average, which teaches, and how engines load it
-    average_transport: Transport | None = None
-    publish_average: Publish | None = None
+    average: Outlet | None = None  # of the weights' moving average, which teaches
     lineage: int
     start_step: int
     parent: Version | None  # of the checkpoint that is continued; None: the base model
@@ -90,6 +87,9 @@ class Trainer:
         # the checkpoint being written while steps go on
         self._checkpoint: asyncio.Future[Manifest] | None = None
         self._stop = asyncio.Event()
+        self._policy = None
+        if self.sync is not None and self.transport is not None:
+            self._policy = Outlet(self.transport, self.sync.publish)
         self._published: Version | None = None
         self._saved_step = None if self.parent is None else self.parent.step
         self._save_schedule = SaveSchedule(s.save_interval, s.save_after_s)
@@ -154,13 +154,11 @@ class Trainer:
         """End after the current step, with a checkpoint; a wait for data ends at once."""
         self._stop.set()
 
-    async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
+    async def score(
+        self, rows: Sequence[ScoreRow], weights: WeightSet = "current"
+    ) -> list[np.ndarray]:
         """Return log-probs, see `ports.Scorer`; the synchronizer calls it outside of steps."""
-        return await self.ranks.score(rows)
-
-    async def score_average(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
-        """Return the same under the moving average of the weights."""
-        return await self.ranks.score(rows, "average")
+        return await self.ranks.score(rows, weights)
 
     # ------------------------------------------------------------ one step
 
@@ -301,31 +299,16 @@ class Trainer:
 
         Without engines only the window begins.
         """
-        if self.sync is not None and self.transport is not None:
+        if self._policy is not None:
             version = Version(self.lineage, step)
             with self._timed("sync"), works(f"the weights of step {step} go to the engines"):
-                to = self.average_transport
-                if to is not None and self.publish_average is not None:
-                    # first, because it teaches the next version's rows
-                    manifest = await self.ranks.stage(version, to, average=True)
-                    await self._sent(manifest, to, self.publish_average)
-                manifest = await self.ranks.stage(version, self.transport)
-                fault("trainer.staged")
-                await self._sent(manifest, self.transport, self.sync.publish)
+                if self.average is not None:  # first: it teaches the next version's rows
+                    await self.average.send(self.ranks, version)
+                await self._policy.send(self.ranks, version)
             self._published = version
             self._window.publish(step)
             fault("trainer.published")
         await self.ranks.remember()
-
-    async def _sent(self, manifest: WeightManifest, transport: Transport, publish: Publish) -> None:
-        """Publish a staged version; then free the one before it, or after a failure this one."""
-        try:
-            await publish(manifest)
-        except WeightSyncFailed:
-            transport.release(manifest.version)
-            raise
-        if self._published is not None:
-            transport.release(self._published)
 
     async def _save_if_due(self) -> None:
         """Save if the schedule says so; with `async_save` steps go on meanwhile."""
