@@ -45,7 +45,7 @@ AVERAGE_METRICS = {
 KEPT = 500  # newest records in memory, for followers; metrics.jsonl has all
 
 
-class Joined(Struct, frozen=True, kw_only=True):
+class JoinReply(Struct, frozen=True, kw_only=True):
     """Reply to an explorer that joined; `member` is its number."""
 
     member: int
@@ -234,7 +234,7 @@ class Coordinator(MonitorPart):
         engines: Sequence[Any],
         process: Any,
         runtime: SyncRuntime,
-    ) -> Joined:
+    ) -> JoinReply:
         """Add explorer `name`; its engines, on `nodes`, load the newest verified version, if any.
 
         `process`: proxy to watch an explorer that may leave; None: it stays until the end.
@@ -261,7 +261,9 @@ class Coordinator(MonitorPart):
             self._write()
         evaluates = self._evaluates
         self._evaluates = False
-        return Joined(member=member.number, start=self._start, engines=numbers, evaluates=evaluates)
+        return JoinReply(
+            member=member.number, start=self._start, engines=numbers, evaluates=evaluates
+        )
 
     async def join_teacher(self, engines: Sequence[Any]) -> None:
         """Add the engines of the model that serves the weights' moving average."""
@@ -449,7 +451,7 @@ class _ScoresAverage:
 class ExplorerClient:
     """The coordinator's `ports.ExploreGate` in the process of one explorer."""
 
-    def __init__(self, coordinator: Any, name: str, joined: Joined) -> None:
+    def __init__(self, coordinator: Any, name: str, joined: JoinReply) -> None:
         self._coordinator = coordinator
         self._joined = joined
         self._me = (name, joined.member)

@@ -278,7 +278,10 @@ def _vllm(
             f"larger of {size_text(weights)} and {size_text(decode)}",
         ),
         Term(
-            "the published version, mapped", weights, "while it loads; also in others", shared=True
+            "published weights (memory-mapped)",
+            weights,
+            "while it loads; also in others",
+            shared=True,
         ),
     ]
 
@@ -315,7 +318,10 @@ def _transformers(
             f"{tokens} tokens, {rows} texts",
         ),
         Term(
-            "the published version, mapped", weights, "while it loads; also in others", shared=True
+            "published weights (memory-mapped)",
+            weights,
+            "while it loads; also in others",
+            shared=True,
         ),
     ]
 
