@@ -87,9 +87,7 @@ class Trainer:
         # the checkpoint being written while steps go on
         self._checkpoint: asyncio.Future[Manifest] | None = None
         self._stop = asyncio.Event()
-        self._policy = None
-        if self.sync is not None and self.transport is not None:
-            self._policy = Outlet(self.transport, self.sync.publish)
+        self._policy: Outlet | None = None
         self._published: Version | None = None
         self._saved_step = None if self.parent is None else self.parent.step
         self._save_schedule = SaveSchedule(s.save_interval, s.save_after_s)
@@ -299,7 +297,8 @@ class Trainer:
 
         Without engines only the window begins.
         """
-        if self._policy is not None:
+        if self.sync is not None and self.transport is not None:
+            self._policy = self._policy or Outlet(self.transport, self.sync.publish)
             version = Version(self.lineage, step)
             with self._timed("sync"), works(f"the weights of step {step} go to the engines"):
                 if self.average is not None:  # first: it teaches the next version's rows
