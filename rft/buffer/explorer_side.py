@@ -92,7 +92,8 @@ class ExplorerSide(BufferCore):
         images: Mapping[str, bytes] = NO_IMAGES,
         explorer: int = 0,
     ) -> AppendResult:
-        """Store one group and the files of its images; an accepted group waits for room.
+        """Store one group and the files of its images; an accepted one waits while the buffer is
+        full.
 
         Raises IdConflict, Fenced, FrameRejected (counted by reason).
         """

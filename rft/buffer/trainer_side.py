@@ -137,8 +137,8 @@ class TrainerSide(BufferCore):
     async def _leased_rows(
         self, lineage: int, step: int, choice: Selection
     ) -> tuple[bytes, dict[str, bytes], tuple[GroupStats, ...]]:
-        """Read the chosen and then the mixed-in rows as one frame, and the files of their images;
-        freeze the groups' statistics.
+        """Return the chosen and the mixed-in offline rows as one frame, and the files of their
+        images; fix the groups' statistics.
         """
 
         def work(tx: Connection) -> tuple[bytes, dict[str, bytes], dict[str, list[ScoredRow]]]:
