@@ -243,20 +243,7 @@ class ExplorerSide(BufferCore):
             for i, (offer, x) in enumerate(zip(offers, answers, strict=True)):
                 if isinstance(x, IncomingGroup) and not session_rows.all_wait(tx, offer.sessions):
                     answers[i] = FrameRejected(f"session_over: a session of group {x.id} has ended")
-            files = self._new_images(tx, answers)
-            new = [x for x in answers if isinstance(x, IncomingGroup)]
-            ledger.storage.drop(ledger.garbage, tx)
-            blocks = [*files.values(), *(x.frame for x in new)]
-            ledger.garbage = ledger.storage.put(blocks, tx) if blocks else []
-            of_files = list(zip(files, ledger.garbage, map(len, files.values()), strict=False))
-            locators = ledger.garbage[len(files) :]
-            if any(x.shown for x in new):
-                ledger.images = True
-                image_files.note(
-                    tx,
-                    of_files,
-                    ((name, x.id) for x in new if _outlives_append(x, ledger) for name in x.shown),
-                )
+            new, locators = self._put(tx, answers)
             put_many(tx, groups, [x.header(at) for x, at in zip(new, locators, strict=True)])
             put_many(tx, experiences, [row for x in new for row in x.rows])
             put_many(tx, texts, [row for x in new for row in x.texts])
@@ -316,6 +303,23 @@ class ExplorerSide(BufferCore):
             return FrameRejected(f"closed_batch: group {name} came after its batch was closed")
         stored_hashes[name] = content
         return x
+
+    def _put(
+        self, tx: Connection, answers: list[IncomingGroup | Stored | BufferFailed]
+    ) -> tuple[list[IncomingGroup], list[str]]:
+        """Store the payload of new groups; return these groups and a locator for each."""
+        ledger = self._ledger
+        files = self._new_images(tx, answers)
+        new = [x for x in answers if isinstance(x, IncomingGroup)]
+        ledger.storage.drop(ledger.garbage, tx)
+        blocks = [*files.values(), *(x.frame for x in new)]
+        ledger.garbage = ledger.storage.put(blocks, tx) if blocks else []
+        if any(x.shown for x in new):
+            ledger.images = True
+            of_files = list(zip(files, ledger.garbage, map(len, files.values()), strict=False))
+            shown = ((name, x.id) for x in new if _outlives_append(x, ledger) for name in x.shown)
+            image_files.note(tx, of_files, shown)
+        return new, ledger.garbage[len(files) :]
 
     def _new_images(
         self, tx: Connection, answers: list[IncomingGroup | Stored | BufferFailed]

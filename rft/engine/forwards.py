@@ -135,7 +135,7 @@ class Forwards(ABC):
     def _drop_shift(self, row: int, last: int) -> None:
         self._shifts[row] = self._shifts.pop(last, 0)
 
-    def _seen(
+    def _with_images(
         self, ids: torch.Tensor, lengths: Sequence[int], sights: Sequence[Sight], **more: Any
     ) -> Any:
         """Run the layers over sequences with images; `more`: cache and attention mask."""
@@ -174,7 +174,7 @@ class CachedRows(Forwards):
         self._cache.begin_prefill()
         self._fresh_shifts = []
         if any(sights):
-            out = self._seen(
+            out = self._with_images(
                 ids,
                 lengths.tolist(),
                 sights,
@@ -242,10 +242,10 @@ class CachedRows(Forwards):
         if sight:
             ids = torch.tensor([list(tokens)], device=self.device)
             mask = self._causal(count)
-            seen = self._seen(
+            output = self._with_images(
                 ids, [count], [sight], attention_mask=mask, past_key_values=cache, use_cache=True
             )
-            return torch.as_tensor(seen.last_hidden_state[0])
+            return torch.as_tensor(output.last_hidden_state[0])
         out = body_of(self.model)(
             input_ids=torch.tensor([list(tokens)], device=self.device),
             attention_mask=self._causal(count),
@@ -314,7 +314,9 @@ class OwnCaches(Forwards):
     ) -> tuple[Any, torch.Tensor]:
         """Return the cache of sequences with images, and the logits after them."""
         lengths = [len(x) for x in ids]
-        out = self._seen(torch.tensor(ids, device=self.device), lengths, sights, use_cache=True)
+        out = self._with_images(
+            torch.tensor(ids, device=self.device), lengths, sights, use_cache=True
+        )
         return out.past_key_values, self.logits(out.last_hidden_state[:, -1])
 
     def keep(
@@ -372,7 +374,7 @@ class OwnCaches(Forwards):
     def hidden(self, tokens: Sequence[int], sight: Sight = ()) -> torch.Tensor:
         ids = torch.tensor([list(tokens)], device=self.device)
         if sight:
-            out = self._seen(ids, [len(tokens)], [sight], use_cache=False)
+            out = self._with_images(ids, [len(tokens)], [sight], use_cache=False)
         else:
             out = body_of(self.model)(input_ids=ids, use_cache=False)
         states: torch.Tensor = out.last_hidden_state[0]

@@ -172,7 +172,7 @@ def _message(
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in ("image", "image_url"):
-            parts.append(image_part(_own(part, folder)))
+            parts.append(image_part(_image_of(part, folder)))
         elif kind == "text" and isinstance(part.get("text"), str):
             parts += _marked(part["text"], image_part) if split else [{"type": "text", **part}]
         else:
@@ -183,7 +183,7 @@ def _message(
     return {**message, "content": parts}
 
 
-def _own(part: Mapping[str, Any], folder: Path) -> Image | None:
+def _image_of(part: Mapping[str, Any], folder: Path) -> Image | None:
     """Return the image that a part holds; None: it is the next of the row's column."""
     value = next((part[k] for k in ("image", "image_url", "url", "path") if part.get(k)), None)
     if value is None:

@@ -94,16 +94,16 @@ def _marked(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[lis
         own_marks: list[Marks] = []
         content = message.get("content")
         # templates leave out the thought before an answer, and the blanks around any text
-        whole = message.get("role") != "assistant"
+        both_ends = message.get("role") != "assistant"
         if isinstance(content, str) and content.strip():
-            message["content"], marks_of_text = _with_marks(content, new, whole=whole)
+            message["content"], marks_of_text = _with_marks(content, new, both_ends=both_ends)
             own_marks.append(marks_of_text)
         elif isinstance(content, list):
             message["content"] = parts = [dict(part) for part in content]
             marks_of_text = ()
             for part in parts:
                 if isinstance(text := part.get("text"), str) and text.strip():
-                    part["text"], more = _with_marks(text, new, whole=whole)
+                    part["text"], more = _with_marks(text, new, both_ends=both_ends)
                     marks_of_text += more
             own_marks += [marks_of_text] if marks_of_text else []
         if calls := message.get("tool_calls"):
@@ -116,10 +116,10 @@ def _marked(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[lis
     return marked, marks
 
 
-def _with_marks(text: str, new: Iterator[str], *, whole: bool) -> tuple[str, Marks]:
-    """Put marks at the end of a text and, if it is to be written `whole`, at its beginning."""
+def _with_marks(text: str, new: Iterator[str], *, both_ends: bool) -> tuple[str, Marks]:
+    """Put marks at the end of a text and, with `both_ends`, at its beginning."""
     end = next(new)
-    if not whole:
+    if not both_ends:
         return f"{text.strip()}{end}", (end,)
     begin = next(new)
     return f"{begin}{text.strip()}{end}", (begin, end)
