@@ -508,7 +508,7 @@ def test_the_critic_is_proven_too(
     _believe("shared", monkeypatch)
     learner = Learner(settings(algorithm=ppo, critic=CriticSettings(model_path=hybrid)))
     assert (
-        learner.settings.row_layout == "shared" and learner.settings.critic.row_layout == "padded"
+        learner.settings.row_layout == "shared" and learner.settings.critic.row_layout == "packed"
     )
 
 
