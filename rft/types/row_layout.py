@@ -1,9 +1,10 @@
 """Choose a row layout that computes a model exactly, from its configuration.  Torch-free.
 
 A micro-batch holds its rows as a prefix tree (shared), one after another (packed), or one per line
-(padded).  In the first two attention separates rows; of other layers that read earlier positions,
-those with state compute each packed row by itself (`rft.trainer.model.state_layers`).  Knows the configuration keys of transformers.  Invariant: an unproven layer type is
-never packed or shared.
+(padded).  In the first two, attention separates rows; of the other layers that read earlier
+positions, those with state compute each packed row by itself (`rft.trainer.model.state_layers`).
+Knows the configuration keys of transformers.  Invariant: an unproven layer type is never packed or
+shared.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -154,7 +154,8 @@ async def test_an_engine_in_a_broadcast_waits_for_the_others(
     monkeypatch.setattr(vllm.VllmEngine, "check_load", fits)
     engine = vllm.VllmEngine.__new__(vllm.VllmEngine)
     settings = EngineSettings(stall_timeout_s=0.05, step_timeout_s=None)
-    vllm._VllmCalls.__init__(engine, settings, cast(Any, None), cast(Any, Stats()), [])
+    chat: Any = SimpleNamespace(tokenizer=None)
+    vllm._VllmCalls.__init__(engine, settings, chat, Stats(), [])
     engine._asleep = set()
     engine._llm = SimpleNamespace(collective_rpc=meeting)
     to_all = Broadcast(

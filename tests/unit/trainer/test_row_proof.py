@@ -22,7 +22,7 @@ from rft.trainer.model import policy as policies
 from rft.trainer.model.policy import Policy
 from rft.trainer.rows.pack import TrainRow
 from rft.trainer.settings import CriticSettings, LearnerSettings
-from rft.types.row_layout import Choice, choose
+from rft.types.row_layout import Choice
 from tests.helpers import families
 
 Settings = Callable[..., LearnerSettings]
