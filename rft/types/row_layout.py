@@ -23,7 +23,7 @@ KEY = "trainer.row_layout"
 _STATE = frozenset(
     {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding"}
 )
-_CARRIED = "carries state, so packed rows are computed one by one there"
+_CARRIED = "carries state, so it computes packed rows one by one"
 _SPARSE = "chooses positions by an index over the whole input"
 _MASK = "sees a window of positions by a mask of its own"
 NOT_SHARED: dict[str, str] = {  # layer type: reason against shared rows
