@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rft.algorithm.args import Args
     from rft.algorithm.base import LossInputs, LossOutput, StepInputs, define_algorithm
+    from rft.api.evaluation import evaluate
     from rft.api.stored_run import StoredRun, metrics, open_run, rollouts, run
     from rft.buffer.operators.base import Operator, OperatorArgs
     from rft.errors import ConfigError, RftError
@@ -67,6 +68,7 @@ __all__ = [
     "Workflow",
     "__version__",
     "define_algorithm",
+    "evaluate",
     "metrics",
     "open_run",
     "register",
@@ -79,6 +81,7 @@ _HOMES = {
     "rft.buffer.operators.base": ("Operator", "OperatorArgs"),
     "rft.errors": ("ConfigError", "RftError"),
     "rft.monitor.base": ("Tracker", "TrackerArgs"),
+    "rft.api.evaluation": ("evaluate",),
     "rft.api.stored_run": ("StoredRun", "metrics", "open_run", "rollouts", "run"),
     "rft.plugins": ("register",),
     "rft.reward.base": ("Reward",),

@@ -20,6 +20,10 @@ class RftError(Exception):
 
     exit_code: ClassVar[int] = 4
 
+    def _render_traceback_(self) -> list[str]:
+        """IPython prints these lines in place of a traceback: the message says what to do."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class ConfigError(RftError):
     """The configuration is wrong.
@@ -71,10 +75,18 @@ def raise_all(errors: Sequence[ConfigError]) -> None:
 
 def nearest(name: object, names: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the question whether a similar name was meant, or ""."""
-    near = difflib.get_close_matches(str(name), list(names), n=1, cutoff=cutoff)
-    if near:
-        return f"  Did you mean {near[0]}?"
-    return ""
+    near = most_similar(str(name), names, cutoff)
+    return f"  Did you mean {' or '.join(near)}?" if near else ""
+
+
+def most_similar(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Return the names of the same letters in another order, else all that are equally similar."""
+    names = list(names)
+    near = difflib.get_close_matches(name, names, n=len(names) or 1, cutoff=cutoff)
+    if swapped := [n for n in near if sorted(n) == sorted(name)]:
+        return swapped[:1]
+    ratio = {n: difflib.SequenceMatcher(None, n, name).ratio() for n in near}
+    return [n for n in near if ratio[n] == ratio[near[0]]]
 
 
 class PluginError(ConfigError):

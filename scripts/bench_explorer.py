@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,14 @@ from rft.explorer.settings import ExplorerSettings
 from rft.taskset.settings import TasksetSettings
 from rft.types.completion import Completion
 from rft.types.ids import Version
-from rft.types.ports import AppendResult, Assignment, GenerateRequest, StoredGroup, TaskOutcome
+from rft.types.ports import (
+    NO_IMAGES,
+    AppendResult,
+    Assignment,
+    GenerateRequest,
+    StoredGroup,
+    TaskOutcome,
+)
 
 IN_FLIGHT = 1000
 GROUP = 8
@@ -56,7 +63,14 @@ class Writer:
         self.runs = self.nbytes = 0
         self.rss: list[tuple[int, int]] = []  # (runs so far, bytes of memory) at every closed batch
 
-    async def append(self, frame: bytes, *, accepted: bool, reason: str = "") -> AppendResult:
+    async def append(
+        self,
+        frame: bytes,
+        *,
+        accepted: bool,
+        reason: str = "",
+        images: Mapping[str, bytes] = NO_IMAGES,
+    ) -> AppendResult:
         self.runs += GROUP
         self.nbytes += len(frame)
         return AppendResult(appended=GROUP, duplicates=0)

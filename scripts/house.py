@@ -138,7 +138,7 @@ class House:
         )
 
     def loose_modules(self) -> list[str]:
-        """Modules that lie beside the rooms."""
+        """Modules that lie beside the packages."""
         return [
             p.name for p in self.trees if p.parent == self.package and not p.stem.startswith("__")
         ]
@@ -335,7 +335,7 @@ def figures() -> list[Figure]:
         count("cycles of files", house.cycles),
         count("folders that import each other", house.pairs),
         count("imports of extras by the core", house.extra_edges),
-        count("modules beside the rooms", house.loose_modules, 4),
+        count("modules beside the packages", house.loose_modules, 4),
         count("identifiers that name nothing", house.lazy_names, 100),
         count_over("functions", functions, 69),
         count_over("classes", classes, 345),

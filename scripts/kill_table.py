@@ -3,14 +3,16 @@ dated table.
 
     python scripts/kill_table.py [--only raylet,gcs_server] [--phases explore,train] [--actions
     KILL,STOP] [--engine vllm]
-                                 [--cells FILE] [--write]
+                                 [--cells FILE] [--keep] [--minutes M] [--write]
 
 Each cell is two runs of the tiny model: one that is hit, whose rewards then wait for 25 s, and the
 same command again.  Good: within 60 s the first has ended or has finished another step; what was
 hit is named; the exit code is as documented; nothing is left; the second finishes, and the audit of
-its buffer balances.  `--cells` adds what is played to a file and passes by what is there, so that a
-table can be played in parts and go on where it ended; `--write` puts the table into
-docs/measured/kill-table.md.  Exit code 1 if any cell is not good.  Linux.
+its buffer balances.  `--cells` adds each cell to a file and passes by those that are there, so that
+a table can be played in parts: with `--minutes` no cell begins that may take longer than is left,
+and the same command goes on.  `--keep` counts the page's cells as played, too.  `--write` puts the
+table into docs/measured/kill-table.md.  Exit code 1 if any cell is not good, 2 if all that were
+played are good and some are missing.  Linux.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -46,6 +48,7 @@ PAGE = ROOT / "docs" / "measured" / "kill-table.md"
 BEGIN = "<!-- kill table: written by scripts/kill_table.py -->"
 END = "<!-- end of the kill table -->"
 LIMIT_S = 60.0
+CELL_S = 150.0  # what a cell is taken to need before one has needed longer
 START_S = 300.0
 POLL_S = 0.01
 HELD_S = 25.0  # longer than the limits within which what is stopped counts as hung
@@ -143,42 +146,80 @@ def main() -> int:
     parser.add_argument("--phases", default=",".join(PHASES))
     parser.add_argument("--actions", default="KILL,STOP")
     parser.add_argument("--engine", default="transformers")
-    parser.add_argument("--cells", type=Path)
     parser.add_argument(
-        "--write", action="store_true", help=f"put the table into {PAGE.relative_to(ROOT)}"
+        "--cells", type=Path, help="a line a cell; without its line a cell is played again"
     )
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     os.environ.setdefault(leftovers.MARK, uuid.uuid4().hex)
     os.environ["PYTHONPATH"] = str(ROOT)
-    cells = played(options.cells)
+    wanted = places(
+        *(value.split(",") for value in (options.only, options.actions, options.phases))
+    )
+    cells = {cell.place: cell for cell in (from_page(PAGE.read_text()) if options.keep else [])}
+    cells |= {cell.place: cell for cell in played(options.cells)}
+    end = time.monotonic() + 60 * options.minutes
+    longest = CELL_S
     with tempfile.TemporaryDirectory(prefix="kill-") as folder:
         model = tiny.make(Path(folder) / "model")
-        wanted = (options.only.split(","), options.actions.split(","), options.phases.split(","))
-        for number, (process, action, phase) in enumerate(itertools.product(*wanted)):
-            cell = Cell(process, action, phase, engine=options.engine)
-            if cell.place in {other.place for other in cells}:
+        for number, place in enumerate(wanted):
+            if place in cells:
                 continue
+            began = time.monotonic()
+            if began + longest > end:
+                break
+            cell = Cell(*place, engine=options.engine)
             root = Path(folder) / str(number)
             root.mkdir()
             play(cell, model, root)
-            cells.append(cell)
+            cells[place] = cell
             if options.cells is not None:
                 with options.cells.open("a") as file:
                     print(json.dumps(asdict(cell)), file=file)
             print(cell.text(), *cell.left, sep="\n    ", flush=True)
-    cells.sort(key=lambda cell: PHASES.index(cell.phase))
-    table = summary(cells)
+            longest = max(longest, time.monotonic() - began)
+    missing = sum(place not in cells for place in wanted)
+    table = summary(sorted(cells.values(), key=lambda cell: PHASES.index(cell.phase)))
     if options.write:
         pages.put(PAGE, BEGIN, END, table)
     print(table)
-    return int(not all(cell.good for cell in cells))
+    print(f"{missing} of {len(wanted)} cells are missing")
+    return 1 if not all(cell.good for cell in cells.values()) else 2 if missing else 0
+
+
+def places(
+    processes: Sequence[str], actions: Sequence[str], phases: Sequence[str]
+) -> list[tuple[str, str, str]]:
+    """Each process, signal and phase, phase by phase."""
+    return [
+        (process, action, phase)
+        for phase, process, action in itertools.product(phases, processes, actions)
+    ]
 
 
 def played(file: Path | None) -> list[Cell]:
-    """What a file of cells has."""
+    """Return the cells of a file of `--cells`."""
     if file is None or not file.exists():
         return []
     return [Cell(**json.loads(line)) for line in file.read_text().splitlines()]
+
+
+def from_page(page: str) -> list[Cell]:
+    """Return the cells of a written table; what was left is its number alone."""
+    cells = []
+    for line in page.splitlines():
+        row = [value.strip() for value in line.strip("|").split("|")]
+        if len(row) != HEAD.count(" |") or row[1] not in ("KILL", "STOP"):
+            continue
+        process, action, phase, outcome, seconds, named, again, audit, left, _ = row
+        cell = Cell(process, action, phase, outcome, float(seconds), named == "yes")
+        cell.again = None if again == "exit None" else int(again.removeprefix("exit "))
+        cell.balanced = audit == "balanced"
+        cell.left = ["left, by the page"] * int(left)
+        cells.append(cell)
+    return cells
 
 
 def play(cell: Cell, model: Path, root: Path) -> None:

@@ -20,8 +20,8 @@ PROMPTS = {
 
 
 class MathArgs(BaseModel):
-    """`style` says how the answer is to be marked; `system_prompt` replaces that instruction by
-    your own words.
+    """`style`: how the answer is to be marked; `system_prompt` replaces the instruction of the
+    style.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -31,7 +31,7 @@ class MathArgs(BaseModel):
 
 @register.workflow("math_workflow", args=MathArgs)
 class MathWorkflow(Workflow):
-    """Asks once, with an instruction in front, unless the task has a system prompt."""
+    """Asks once; adds an instruction if the task has no system prompt."""
 
     usual_reward = "math_reward"
 

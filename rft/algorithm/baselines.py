@@ -1,7 +1,7 @@
 """Advantages of one number per run: the reward less some baseline of the group.
 
-Knows no tokens.  Invariant: baselines come from the statistics frozen with the lease; gpg's factor
-alone reads the batch.
+Depends on no tokens.  Invariant: baselines come from the statistics frozen with the lease; gpg's
+factor alone reads the batch.
 """
 
 from __future__ import annotations

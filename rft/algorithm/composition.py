@@ -1,7 +1,7 @@
-"""Build, from the names of parts, one object that prepares a step and computes its loss.
+"""Compose named parts into one object that prepares a step and computes its loss.
 
-Knows neither batches nor processes.
-Invariant: a part whose coefficient is 0 is not called, so what it would need may be missing.
+Independent of batches and processes.
+Invariant: a part whose coefficient is 0 is not called, so its inputs may be missing.
 """
 
 from __future__ import annotations
@@ -48,48 +48,49 @@ class Algorithm:
     needs: Needs
     loss_agg_mode: AggMode
     _advantage: Callable[[StepInputs], Any]
-    _draw: Callable[[StepInputs], Sequence[int]] | None
-    _extra: Extra | None
+    _select: Callable[[StepInputs], Sequence[int]] | None  # sample strategy: indexes of runs
+    _extra: Extra | None  # further inputs of the policy loss
     _losses: tuple[Loss, ...]  # the policy loss first
-    _penalty: Callable[[StepInputs], Sequence[np.ndarray]] | None = None
+    _penalty: Callable[[StepInputs], Sequence[np.ndarray]] | None = None  # KL penalty
     _penalty_coef: float = 0.0
     correction: CorrectionConfig | None = None
-    compares_rows: bool = False  # see `Args`
-    in_groups: bool = True
+    compares_rows: bool = False  # advantages are of rows, not of runs
+    in_groups: bool = True  # advantages compare the runs of a task
 
     def prepare(self, x: StepInputs, *, kl_coef: float | None = None) -> PreparedStep:
-        """Compute what the losses read that depends on all rows of the step.  `kl_coef`: factor of
-        the KL penalty in this step.
+        """Compute the inputs of the losses that depend on the whole step: advantages, weights, masks
+        and extras.  `kl_coef`: factor of the KL penalty in this step.
 
-        In this order: off-policy correction, KL penalty, advantages, choice of the rows (by their
-        rewards without penalty), extras of the policy loss.  The first and the last see rows, the
-        others runs.  What the correction rejects is in no statistic over tokens or runs of the
-        step; statistics of groups are those of the lease.  All see rows in the order of their ids,
-        so that no draw and no tie depends on that of the lease.  Raises ValueError for a part that
-        gives other shapes.
+        1. Select runs, by their rewards without penalty.  2. Weigh and reject tokens of rows
+        (off-policy correction).  3. Subtract the KL penalty and compute the advantages of all runs.
+        4. Keep the selected rows.  5. Compute the extras of the policy loss for these rows.
+
+        Rejected tokens are in no statistic of the step; the statistics of groups come with the
+        lease.  Rows are sorted by id first, so that draws and ties do not depend on the order of the
+        lease.  Raises ValueError if a part returns wrong shapes.
         """
-        order = sorted(range(len(x.rows)), key=lambda i: _place(x.rows[i]))
+        order = sorted(range(len(x.rows)), key=lambda i: _sort_key(x.rows[i]))
         prepared = self._prepare(replace(x, rows=[x.rows[i] for i in order]), kl_coef)
         if prepared.selected is not None:
             return replace(prepared, selected=[order[i] for i in prepared.selected])
         return _in_order(prepared, np.argsort(order))
 
     def _prepare(self, x: StepInputs, kl_coef: float | None) -> PreparedStep:
-        selected = self._selected_rows(x) if self._draw is not None else None
+        selected = self._selected_rows(x) if self._select is not None else None
         metrics = diagnostics(x)
-        corrected = Corrected() if self.correction is None else correct(x, self.correction)
-        weighed = _corrected(x, corrected)
-        runs = apart(weighed) if self.compares_rows else joined(weighed)
-        step = runs.x
+        correction = Corrected() if self.correction is None else correct(x, self.correction)
+        corrected = _corrected(x, correction)
+        runs = apart(corrected) if self.compares_rows else joined(corrected)  # rows, or whole runs
+        inputs = runs.x
         kl = None
         if self._penalty is not None:
-            estimates = self._penalty(step)
-            _check_shapes("the KL penalty", estimates, step.rows)
+            estimates = self._penalty(inputs)
+            _check_shapes("the KL penalty", estimates, inputs.rows)
             coef = self._penalty_coef if kl_coef is None else kl_coef
-            step, kl = penalised(step, estimates, coef)
-        advantages = split(self._advantages(step), runs)
-        arrays: list[Any] = [advantages.values, advantages.returns, corrected.weights]
-        arrays.append(_both(advantages.keep, corrected.keep))
+            inputs, kl = penalised(inputs, estimates, coef)
+        advantages = split(self._advantages(inputs), runs)
+        arrays: list[Any] = [advantages.values, advantages.returns, correction.weights]
+        arrays.append(_and(advantages.keep, correction.keep))
         if selected is not None:
             x = replace(x, rows=[x.rows[i] for i in selected])
             arrays = [a and [a[i] for i in selected] for a in arrays]
@@ -99,7 +100,7 @@ class Algorithm:
         if self._extra is not None and num_tokens:
             extra = dict(self._extra(replace(x, keep=keep), values))
             if (kept := extra.pop(KEEP, None)) is not None:
-                keep = _both(keep, [array != 0 for array in kept])
+                keep = _and(keep, [array != 0 for array in kept])
         return PreparedStep(
             advantages=values,
             selected=selected,
@@ -107,27 +108,27 @@ class Algorithm:
             weights=weights,
             keep=keep,
             extra=extra,
-            metrics={**metrics, **advantages.metrics, **corrected.metrics},
-            rewards=[row.rewards for row in step.rows] if kl is not None else None,
+            metrics={**metrics, **advantages.metrics, **correction.metrics},
+            rewards=[row.rewards for row in inputs.rows] if kl is not None else None,
             kl=kl,
         )
 
     def _selected_rows(self, x: StepInputs) -> list[int]:
         """Return the rows of the runs that the sample strategy chooses."""
-        assert self._draw is not None, "asked only where there is a choice"
+        assert self._select is not None, "called only with a sample strategy"
         runs = joined(x)
-        return [i for run in self._draw(runs.x) for i in runs.rows[run]]
+        return [i for run in self._select(runs.x) for i in runs.rows[run]]
 
     def _advantages(self, x: StepInputs) -> Advantages:
-        """Of the policy's own rows, compared with each other alone; an expert's have advantage 0."""
+        """Compute advantages among the policy's own rows; demonstrations (`is_expert`) get 0."""
         of_policy = [i for i, row in enumerate(x.rows) if not row.is_expert]
         policy_rows = [x.rows[i] for i in of_policy]
         keep = None if x.keep is None else [x.keep[i] for i in of_policy]
-        advantages = spread(self._advantage(replace(x, rows=policy_rows, keep=keep)), policy_rows)
+        inputs = replace(x, rows=policy_rows, keep=keep)
+        advantages = as_advantages(self._advantage(inputs), policy_rows)
         if self.in_groups:
-            advantages = replace(
-                advantages, metrics={**advantages.metrics, LONE_RUNS: _lone(x, policy_rows)}
-            )
+            metrics = {**advantages.metrics, LONE_RUNS: _lone_runs(x, policy_rows)}
+            advantages = replace(advantages, metrics=metrics)
         if len(policy_rows) == len(x.rows):
             return advantages
 
@@ -147,10 +148,10 @@ class Algorithm:
         )
 
     def loss(self, x: LossInputs) -> LossOutput:
-        """Return the policy, KL and entropy loss of one micro-batch; `loss` summed over
-        micro-batches and ranks is the loss of the step.
+        """Return the sum of policy, KL and entropy loss of one micro-batch; summed over
+        micro-batches and ranks, it is the loss of the step.
 
-        Metric sums are the parts' own, pg_loss and loss, all to be divided by
+        `sums`: the metrics of each part, pg_loss and loss, to be divided by
         `x.denominators.tokens`.
         """
         x = replace(x, loss_agg_mode=self.loss_agg_mode)
@@ -207,10 +208,8 @@ def build(settings: AlgorithmSettings) -> Algorithm:
     )
 
 
-def _place(row: StepRow) -> tuple[str, str, int, int]:
-    """Where a row stands among those of its step; the lineage decides last, so a resumed run draws as
-    the first one.
-    """
+def _sort_key(row: StepRow) -> tuple[str, str, int, int]:
+    """Order rows by id without the lineage, and last by lineage: a resumed run draws as the first."""
     return row.group.partition(".")[2], row.group, row.run, row.step
 
 
@@ -238,7 +237,7 @@ def _corrected(x: StepInputs, corrected: Corrected) -> StepInputs:
     return replace(x, rows=rows, keep=corrected.keep)
 
 
-def _both(
+def _and(
     first: Sequence[np.ndarray] | None, second: Sequence[np.ndarray] | None
 ) -> Sequence[np.ndarray] | None:
     """The tokens that both keep; None: all."""
@@ -247,7 +246,7 @@ def _both(
     return [a & b for a, b in zip(first, second, strict=True)]
 
 
-def _lone(x: StepInputs, rows: Sequence[StepRow]) -> float:
+def _lone_runs(x: StepInputs, rows: Sequence[StepRow]) -> float:
     """Count the runs that have no other run of their task to compare with; log the first."""
     lone = {
         (row.group, row.run): row
@@ -263,7 +262,7 @@ def _lone(x: StepInputs, rows: Sequence[StepRow]) -> float:
     return float(len(lone))
 
 
-def spread(values: Any, rows: Sequence[StepRow]) -> Advantages:
+def as_advantages(values: Any, rows: Sequence[StepRow]) -> Advantages:
     """Return as `Advantages` what an advantage part returned: one number per row, an array per row,
     or `Advantages`.
 

@@ -1,8 +1,8 @@
 """Steer the factor of a loss term so that what it measures comes near a target, or keep it constant.
 
-Knows one number per train step, no tensors.  Invariant: the factor of a step depends only on the
-steps before it, so it is part of a checkpoint and the first step after a resume has the factor that
-it would have had.
+Depends on one number per train step, on no tensors.  Invariant: the factor of a step depends only
+on the steps before it, so it is part of a checkpoint and the first step after a resume has the
+factor that it would have had.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ rejection, and how far the two are.
 
 With D = log-prob of the trained policy before the step less the sampler's, clipped to +-20.  Three
 policies: that policy is also the one of the loss's ratio, and weighting its loss is decoupled PPO
-(arXiv:2110.00641).  Two policies (`bypass_mode`): the ratio is taken against the sampler.  Knows
-the host's rows, not losses. Invariant: what is rejected leaves the loss and its denominators
+(arXiv:2110.00641).  Two policies (`bypass_mode`): the ratio is taken against the sampler.  Depends
+on the host's rows, not on losses. Invariant: what is rejected leaves the loss and its denominators
 together, and an expert's rows are neither weighted nor rejected.
 """
 

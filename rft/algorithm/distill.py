@@ -1,7 +1,7 @@
 """Advantages from a teacher's log-probs of the student's own tokens.
 
-Knows no rewards.  Log-probs are of the distribution the student sampled from: with a teacher that
-reports those at temperature 1, the student has to sample at 1.  Invariant: where teacher and
+Depends on no rewards.  Log-probs are of the distribution the student sampled from: with a teacher
+that reports those at temperature 1, the student has to sample at 1.  Invariant: where teacher and
 student agree on a token, its advantage is 0.
 """
 

@@ -1,8 +1,9 @@
 """Divergence of policy and teacher over the teacher's most likely tokens, as a loss.
 
 A token's distribution is k + 1 numbers: the k tokens that the teacher finds most likely, and all
-others together.  Knows no rewards and no advantages.  Invariant: with k the size of the vocabulary
-each divergence is that of the whole distributions; it is 0, with gradient 0, where both agree.
+others together.  Depends on no rewards and no advantages.  Invariant: with k the size of the
+vocabulary each divergence is that of the whole distributions; it is 0, with gradient 0, where both
+agree.
 """
 
 from __future__ import annotations

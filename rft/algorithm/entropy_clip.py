@@ -2,8 +2,8 @@
 Clip_V, arXiv:2602.03392).
 
 With p the probability of the sampled token and H the entropy of its distribution, raising the
-token's logit by a small d changes the entropy by -d S, S = p (H + log p).  Knows entropies that
-were computed before the step. Invariant: tokens whose advantage is not negative always stay.
+token's logit by a small d changes the entropy by -d S, S = p (H + log p).  Depends on entropies
+that were computed before the step. Invariant: tokens whose advantage is not negative always stay.
 """
 
 from __future__ import annotations

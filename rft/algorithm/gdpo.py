@@ -1,8 +1,8 @@
 """Group advantages of each part of the reward by itself, added up and normalised over the step
 (GDPO, arXiv:2601.05242).
 
-Knows no tokens and not the reward itself.  Invariant: a run whose group has a part that the run has
-not leaves the step, and is counted; no part is taken as 0.
+Depends on no tokens and not the reward itself.  Invariant: a run whose group has a part that the
+run has not leaves the step, and is counted; no part is taken as 0.
 """
 
 from __future__ import annotations

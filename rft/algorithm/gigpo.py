@@ -1,9 +1,9 @@
 """Group in group: advantages of whole episodes, and of steps that began in the same state (GiGPO,
 arXiv:2505.10978).
 
-Knows no tokens.  A run's steps are rows of their own; what happened in them stands in their info.
-Invariant: episodes and states are compared within their task, unless states of the whole batch are
-asked for.
+Depends on no tokens.  A run's steps are rows of their own; what happened in them stands in their
+info.  Invariant: episodes and states are compared within their task, unless states of the whole
+batch are asked for.
 """
 
 from __future__ import annotations

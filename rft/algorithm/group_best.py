@@ -1,8 +1,8 @@
 """The best runs of each group, chosen by reward, for losses that imitate them (RAFT,
 arXiv:2304.06767).
 
-Knows rewards, not losses.  Invariant: which rows are chosen depends on their group alone, not on
-what else is in the step.
+Depends on rewards, not on losses.  Invariant: which rows are chosen depends on their group alone,
+not on what else is in the step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What advantages of one number per row share: rewards that are numbers, and what a group of equal
 ones means.
 
-Knows no tokens.  Invariant: a reward that is not finite stops the step here; it never becomes an
-advantage.
+Depends on no tokens.  Invariant: a reward that is not finite stops the step here; it never becomes
+an advantage.
 """
 
 from __future__ import annotations

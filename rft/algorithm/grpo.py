@@ -1,10 +1,10 @@
 """Group-relative advantages (GRPO, arXiv:2402.03300; without the standard deviation Dr. GRPO,
 arXiv:2503.20783).
 
-Knows no tokens but for `rank_penalty`: one number per run, which the trainer spreads over the run's
-trained tokens. Invariant: statistics come with the lease, so an advantage does not depend on which
-siblings share the batch; the documented exceptions are `rank_penalty`, which reads the siblings'
-log-probs, and the deviation with `std_cal_level: batch`.
+Depends on no tokens but for `rank_penalty`: one number per run, which the trainer spreads over the
+run's trained tokens. Invariant: statistics come with the lease, so an advantage does not depend on
+which siblings share the batch; the documented exceptions are `rank_penalty`, which reads the
+siblings' log-probs, and the deviation with `std_cal_level: batch`.
 """
 
 from __future__ import annotations

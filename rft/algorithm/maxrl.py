@@ -1,7 +1,7 @@
 """MaxRL (arXiv:2602.02710): group advantages divided by the group's mean, so that a task solved once
 in n runs counts as in maximum likelihood.
 
-Knows rewards, not losses.
+Depends on rewards, not on losses.
 """
 
 from __future__ import annotations

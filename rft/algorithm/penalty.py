@@ -1,7 +1,7 @@
 """KL in the reward: takes KL(policy || reference) from the rewards of the tokens, before the
 advantages.
 
-Knows the runs of a step, not where their log-probs come from nor how the factor is steered.
+Depends on the runs of a step, not on where their log-probs come from nor how the factor is steered.
 Invariant: a group's statistics are those of the rewards that its runs have afterwards, so
 advantages compare like with like.
 """

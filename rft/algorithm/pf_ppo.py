@@ -1,9 +1,9 @@
 """Runs of a step drawn anew by their reward (policy filtration, arXiv:2409.06957).
 
-Knows rewards, not losses.  The ledger's rows are not copied: those of a run drawn k times stand k
-times in this step's micro-batches, so that every loss, metric and denominator is that of the drawn
-runs, whatever the aggregation; a run drawn 0 times is not computed. Invariant: the draw depends on
-seed, step and runs.
+Depends on rewards, not on losses.  The ledger's rows are not copied: those of a run drawn k times
+stand k times in this step's micro-batches, so that every loss, metric and denominator is that of
+the drawn runs, whatever the aggregation; a run drawn 0 times is not computed. Invariant: the draw
+depends on seed, step and runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The clipped policy loss of PPO (arXiv:1707.06347) with dual clip (arXiv:1912.09729).
 
-Knows no advantages' origin, no aggregation, no processes.  Invariant: a token outside the mask
-changes neither loss nor gradient.
+Independent of how advantages arise, of aggregation and of processes.  Invariant: a token outside
+the mask changes neither loss nor gradient.
 """
 
 from __future__ import annotations

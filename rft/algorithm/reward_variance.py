@@ -1,7 +1,7 @@
 """The groups of a step whose rewards differ most (RAGEN, arXiv:2504.20073; RAGEN-2,
 arXiv:2604.06268).
 
-Knows rewards, not losses.
+Depends on rewards, not on losses.
 """
 
 from __future__ import annotations

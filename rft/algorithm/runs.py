@@ -3,7 +3,7 @@ they were cut into.
 
     rows of the step    run 0: [a b]   run 1: [c] [d e]        what an advantage sees   [a b]   [c d e]
 
-A row whose reward is that of its own calls (credit "step") is a run of its own here.  Knows no
+A row whose reward is that of its own calls (credit "step") is a run of its own here.  Depends on no
 advantage and no loss. Invariant: cutting a run of credit "run" into more rows changes nothing that
 an advantage sees but the names of its rows.
 """

@@ -1,9 +1,9 @@
 """Optimal token baseline: at every position of the answer the baseline that leaves the policy
 gradient the least variance.
 
-Knows runs of trained tokens.  Invariant: a position is the number of a trained token in its run;
-only runs of one group that are in the step are compared there, because their siblings' tokens are
-not at hand: so whole groups have to be leased.
+Depends on runs of trained tokens.  Invariant: a position is the number of a trained token in its
+run; only runs of one group that are in the step are compared there, because their siblings' tokens
+are not at hand: so whole groups have to be leased.
 """
 
 from __future__ import annotations

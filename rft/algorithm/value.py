@@ -1,6 +1,6 @@
 """The clipped value loss of a critic (arXiv:1506.02438, arXiv:1707.06347).
 
-Knows values and what they should have been, not the model they come from.
+Depends on values and what they should have been, not on the model they come from.
 Invariant: as for policies, parts of a step add up to the loss of the whole, and a token outside the
 mask has no gradient.
 """

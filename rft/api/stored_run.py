@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rft.errors import ConfigError, nearest
 from rft.monitor.curves import Picture, evaluations, is_main, main_curves, svg
 from rft.monitor.read import AllSeries, Records
+from rft.plugins import extra_entry
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from pandas import DataFrame  # type: ignore[import-untyped]
 
+    from rft.buffer.query import Questions
     from rft.launch.drive import Outcome
     from rft.types.ids import Version
     from rft.types.metrics import MetricRecord
+
+T = TypeVar("T")
 
 # a folder without any of these is not a run
 _MARKS = ("state.json", "metrics.jsonl", "config.resolved.yaml", "stages.json", "buffer")
@@ -123,7 +128,6 @@ class StoredRun:
         from datasets import Dataset
 
         from rft.buffer.experience_export import as_table, pages, schema
-        from rft.buffer.query import open_run as questions_of
 
         conditions = [
             c
@@ -133,8 +137,7 @@ class StoredRun:
             )
             if c
         ]
-        self._has_rollouts()
-        with questions_of(self.run_dir) as questions:
+        with self._questions() as questions:
             header = schema(questions)
             tables = [as_table(page, header) for page in pages(questions, " AND ".join(conditions))]
         table = pa.concat_tables(tables) if tables else header.empty_table()
@@ -150,6 +153,40 @@ class StoredRun:
             table = table.sort_by([(column, down), ("id", "ascending")])
         return Dataset(table)
 
+    def samples(
+        self,
+        where: str = "",
+        *,
+        id: str | None = None,
+        step: int | None = None,
+        num: int = 3,
+        order: Literal["random", "best", "worst"] = "random",
+    ) -> list[dict[str, Any]]:
+        """Return experiences whole: the columns of v_experiences, `messages`, `gold_answer` (None if
+        not recorded), `judges` with their question and reply, `metrics` and the rest of `info`.
+
+        The experience `id`, or `num` that fulfil `where` and were trained in `step`, by reward.  Raises ConfigError.
+        """
+        from rft.buffer.inspect import judge_exchanges, look
+
+        with self._questions() as questions:
+            found = look(questions, num=num, id=id, where=where, step=step, order=order)
+        samples = []
+        for x in found:
+            payload = x.payload
+            info = {} if payload is None else dict(payload.info)
+            samples.append(
+                {
+                    **x.row,
+                    "messages": [] if payload is None else list(payload.messages),
+                    "gold_answer": info.pop("gold_answer", None),
+                    "judges": judge_exchanges(info),
+                    "metrics": {} if payload is None else dict(payload.metrics),
+                    "info": info,
+                }
+            )
+        return samples
+
     def tokens(self, id: str) -> DataFrame:
         """Return one row per token of an experience: token, text, trained, logprob, trainer_logprob
         (nats), advantage (NaN if unknown), version (of the weights that wrote it; "" for a prompt).
@@ -160,12 +197,10 @@ class StoredRun:
         from pandas import DataFrame  # type: ignore[import-untyped]
 
         from rft.buffer.inspect import look
-        from rft.buffer.query import open_run as questions_of
         from rft.buffer.token_texts import TokenTexts
         from rft.errors import PayloadDamaged
 
-        self._has_rollouts()
-        with questions_of(self.run_dir) as questions:
+        with self._questions() as questions:
             (shown,) = look(questions, id=id)
         if (x := shown.payload) is None:
             raise PayloadDamaged(f"the tokens of {id} are gone: {shown.missing_reason}")
@@ -261,6 +296,41 @@ class StoredRun:
         lines = {n: series.points(n) for n in names} or main_curves(series)
         return Picture(svg(lines, title=self.run_dir.resolve().name))
 
+    def report(self, out: str | Path = "report.html") -> Path:
+        """Write `rft report`'s page, replacing `out`, and return its path."""
+        write: Callable[..., object] = extra_entry("stored_run", "report", key="report")
+        write(self, Path(out))
+        return Path(out)
+
+    def compare(self, *others: StoredRun | str | Path) -> dict[str, dict[str, dict[str, Any]]]:
+        """Return the tables of `rft compare` by title: name, then run, to value."""
+        runs = [self, *(o if isinstance(o, StoredRun) else StoredRun(o) for o in others)]
+        table: dict[str, dict[str, dict[str, Any]]]
+        table = extra_entry("stored_run", "compare", key="compare")(runs)
+        return table
+
+    def replay(
+        self,
+        reward: str,
+        reward_args: dict[str, Any] | None = None,
+        *,
+        where: str = "",
+        step: int | None = None,
+        limit: int = 0,
+    ) -> DataFrame:
+        """Score stored rollouts with another reward, as `rft replay`: a row per answer, `old` beside
+        `new`.  `limit`: most groups, 0: all.
+
+        Raises ConfigError.
+        """
+        from pandas import DataFrame
+
+        rescored: Callable[..., Coroutine[Any, Any, list[Any]]]
+        rescored = extra_entry("stored_run", "replay", key="replay")
+        with _said_in_python():
+            call = rescored(self.run_dir, reward, reward_args or {}, where, step, limit)
+            return DataFrame([vars(r) for r in waited(lambda: asyncio.run(call))])
+
     def _records(self) -> Iterable[MetricRecord]:
         """Return the records of metrics.jsonl, none without the file.
 
@@ -269,12 +339,17 @@ class StoredRun:
         path = self.run_dir / "metrics.jsonl"
         return Records(path) if path.is_file() else ()
 
-    def _has_rollouts(self) -> None:
+    @contextmanager
+    def _questions(self) -> Iterator[Questions]:
+        from rft.buffer.query import open_run as questions_of
+
         if not (self.run_dir / "buffer").is_dir():
             text = "it has no buffer: it trains on offline data, or has not begun to explore"
             raise ConfigError(
                 f"{self.run_dir} has no rollouts; {text}", key="RUN", given=str(self.run_dir)
             )
+        with _said_in_python(), questions_of(self.run_dir) as questions:
+            yield questions
 
 
 def _listed(steps: dict[int, Path]) -> str:
@@ -310,16 +385,30 @@ def run(
             in_process=in_process,
         )
 
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        outcome = work()
-    else:  # in a notebook's cell the thread already has a loop
-        outcome = _in_thread(work)
+    outcome = waited(work)
     return StoredRun(outcome.run_dir, outcome)
 
 
-def _in_thread(work: Callable[[], Outcome]) -> Outcome:
+def waited(work: Callable[[], T]) -> T:
+    """Return the result of `work`, in another thread if this one has an event loop, as in a cell."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    return _in_thread(work)
+
+
+@contextmanager
+def _said_in_python() -> Iterator[None]:
+    """Name arguments in errors as Python does: `id` for `--id`."""
+    try:
+        yield
+    except ConfigError as e:
+        key = e.key.lstrip("-").replace("-", "_")
+        raise ConfigError(e.message, key=key, given=e.given) from e
+
+
+def _in_thread(work: Callable[[], T]) -> T:
     """Run in a separate thread; Ctrl-C, or the notebook's stop button, ends the run like `rft run`."""
     from rft.launch.signals import interrupt
 

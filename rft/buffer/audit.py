@@ -1,5 +1,5 @@
-"""Audit a buffer from its files: every acknowledged experience is accounted for and none was
-trained twice.
+"""Audit a buffer from its files: every acknowledged experience is accounted for, and none was
+trained more than `max_uses` times.
 
 Reads the ledger, the payload and the checkpoint manifests, during or after a run, without a running
 program; writes nothing.
@@ -37,8 +37,8 @@ from rft.types.block import UNREADABLE, decode_with_contents
 from rft.types.ids import Version
 from rft.types.ports import MANIFEST_FORMAT, Consumption
 
-_Often = dict[str, list[tuple[int, int]]]
-_Known = tuple[UseCounts, MixedCounts, _Often]  # read once for all manifests
+_RepeatedUses = dict[str, list[tuple[int, int]]]
+_Counted = tuple[UseCounts, MixedCounts, _RepeatedUses]  # read once for all manifests
 
 
 class _Manifest(msgspec.Struct):
@@ -54,8 +54,9 @@ def audit_run(run_dir: Path | str, *, payload: bool = True, ledger_url: str | No
     """Return the audit of a run folder (`run_dir/buffer`,
     `run_dir/checkpoints/global_step_N/manifest.json`) and its database.
 
-    Uses are counted for the weights now in training, as in `rft buffer stats`; `after_restart`
-    counts them as after a restart.  The uses in every manifest are compared with its digest.
+    Counts the uses behind the weights that are in training now, like `rft buffer stats`; the
+    result's `after_restart` counts those behind the newest checkpoint, from which a restart
+    continues.  The uses in every manifest are compared with its digest.
     `payload`: also read each available experience and compare its hash. `ledger_url`: see
     `rft.buffer.location.find`.  Raises BufferFailed if no ledger can be read.
     """
@@ -88,7 +89,7 @@ def _audit(
         )
     max_uses = int(about["max_uses"])
     resume_rows = about["resume_rows"]
-    counted = UseCounts(tx), MixedCounts(tx), _often(tx, max_uses)
+    counted = UseCounts(tx), MixedCounts(tx), _repeated_uses(tx, max_uses)
     weights = _weights(tx)
     ancestry = chain(tx, weights, all_steps=True)
     audit, now = count(
@@ -166,11 +167,11 @@ def _manifests(folder: Path) -> tuple[list[_Manifest], list[str]]:
     return sorted(valid, key=lambda m: m.version), problems
 
 
-def _often(tx: Connection, max_uses: int) -> _Often:
-    """Return (lineage, step) of each use of experiences with over `max_uses` uses, counted or not."""
+def _repeated_uses(tx: Connection, max_uses: int) -> _RepeatedUses:
+    """Return (lineage, step) of each use of experiences with over `max_uses` uses, also undone ones."""
     u = uses.c
     several = select(u.experience).group_by(u.experience).having(func.count() > max_uses)
-    uses_by_experience: _Often = {}
+    uses_by_experience: _RepeatedUses = {}
     for experience, line, step in tx.execute(
         select(u.experience, u.lineage, u.step).where(u.experience.in_(several))
     ):
@@ -178,7 +179,7 @@ def _often(tx: Connection, max_uses: int) -> _Often:
     return uses_by_experience
 
 
-def _compare(tx: Connection, manifest: _Manifest, counted: _Known, max_uses: int) -> list[str]:
+def _compare(tx: Connection, manifest: _Manifest, counted: _Counted, max_uses: int) -> list[str]:
     """Return the differences between a manifest and the ledger."""
     version = manifest.version
     stated = manifest.consumption
@@ -193,7 +194,7 @@ def _compare(tx: Connection, manifest: _Manifest, counted: _Known, max_uses: int
             f"{parent}"
         )
     ancestry = chain(tx, version)
-    counts, mixed, often = counted
+    counts, mixed, repeated = counted
     num_uses, ledger_digest = count_uses(ancestry, counts)
     if (num_uses, ledger_digest) != (stated.num_uses, stated.digest):
         problems.append(
@@ -207,7 +208,7 @@ def _compare(tx: Connection, manifest: _Manifest, counted: _Known, max_uses: int
         )
     twice = [
         x
-        for x, at in often.items()
+        for x, at in repeated.items()
         if sum(step <= ancestry.get(line, -1) for line, step in at) > max_uses
     ]
     if twice:

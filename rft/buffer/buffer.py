@@ -4,8 +4,8 @@
     explorer → append (durable) → close_batch ─┐                    one event loop, one worker thread for the ledger
     trainer  ← lease ← order of closed batches ┘ → use / discard
 
-Knows neither model nor loss.  Invariant: acked = used + leased + available + discarded, after every
-call.
+Depends on neither model nor loss.  Invariant: acked = used + leased + available + discarded, after
+every call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """State shared by the explorer side and the trainer side of a buffer: a ledger on one worker
 thread, the order in memory, a condition.
 
-Knows neither side.  Invariant: calls of the ledger run one after the other, in call order.
+Depends on neither side.  Invariant: calls of the ledger run one after the other, in call order.
 """
 
 from __future__ import annotations

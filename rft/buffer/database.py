@@ -1,8 +1,8 @@
 """The owner's connection to the ledger's database: one owner process, and every transaction exactly
 once, even if the connection is lost.
 
-Knows the database's location and failures, not its content.  Invariant: the work given to `run`
-takes effect exactly once, or not at all with an error.
+Depends on the database's location and failures, not on its content.  Invariant: the work given to
+`run` takes effect exactly once, or not at all with an error.
 """
 
 from __future__ import annotations

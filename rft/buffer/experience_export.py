@@ -1,7 +1,7 @@
 """Export experiences to a Parquet or JSON-lines file with bounded memory, during or after a run.
 
-Knows the columns' types and no other program's format.  Invariant: the file appears complete or not
-at all, and no existing file is overwritten.
+Depends on the columns' types and no other program's format.  Invariant: the file appears complete
+or not at all, and no existing file is overwritten.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The explorer's side of the buffer (`rft.types.ports.BufferWriter`) stores groups, several per
 transaction.
 
-Knows no leases.  Invariant: an append returns when its group is durable and in the order in memory.
+Independent of leases.  Invariant: an append returns once its group is durable and, if it can be
+trained, in the queue from which rows are leased.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, and_, delete, func, insert, select
 
-from rft.buffer import session_rows as served
+from rft.buffer import session_rows
 from rft.buffer.core import BufferCore
 from rft.buffer.intake import IncomingGroup, batch_of, parse_group
 from rft.buffer.row_selectors import ClosedBatch, WaitingGroup
@@ -48,7 +49,7 @@ _COUNT_GOOD = (
 
 
 class Offer(msgspec.Struct):
-    """A frame to be stored."""
+    """A group that waits to be stored: a call of `append`."""
 
     lineage: int
     frame: bytes
@@ -99,7 +100,9 @@ class ExplorerSide(BufferCore):
         return await answer
 
     async def room(self, lineage: int, batch: int, *, explorer: int = 0) -> None:
-        """Wait until untrained groups leave room, in number and bytes, or a lease needs this batch."""
+        """Wait until the untrained groups are below capacity, in number and bytes, or a lease needs
+        this batch.
+        """
         await self._wait_for_room(lineage, batch, explorer)
         self._fence(lineage)
 
@@ -113,7 +116,7 @@ class ExplorerSide(BufferCore):
         reasons: dict[str, int],
         explorer: int = 0,
     ) -> None:
-        """Note that all groups of the batch are stored; idempotent."""
+        """Mark the batch as complete: no further group of it is stored; idempotent."""
         self._check_explorer(explorer)
         self._fence(lineage)
         order = self._order
@@ -135,7 +138,7 @@ class ExplorerSide(BufferCore):
             self._ledger.closed.add((batch, explorer))
             return good
 
-        # groups that can be trained or were, according to the ledger
+        # groups that are trainable or were trained, by the ledger
         good = await self._run(close)
         if good < accepted:  # accepted by the explorer, but without a trainable row
             reasons = {**reasons, "nothing_to_train": accepted - good}
@@ -206,7 +209,7 @@ class ExplorerSide(BufferCore):
         await self._notify()
 
     def _append(self, offers: Sequence[Offer]) -> list[Stored | BufferFailed]:
-        """Process all offers in one transaction: store each, or recognise it as repeated, or refuse it.
+        """Store the offered groups in one transaction; skip repeated ones, refuse invalid ones.
 
         Runs on the ledger's thread.
         """
@@ -229,10 +232,8 @@ class ExplorerSide(BufferCore):
                 x if isinstance(x, BufferFailed) else self._new(x, stored_hashes) for x in ready
             ]
             for i, (offer, x) in enumerate(zip(offers, answers, strict=True)):
-                if isinstance(x, IncomingGroup) and not served.all_wait(tx, offer.sessions):
-                    answers[i] = FrameRejected(
-                        f"session_over: a session of group {x.id} does not wait any more"
-                    )
+                if isinstance(x, IncomingGroup) and not session_rows.all_wait(tx, offer.sessions):
+                    answers[i] = FrameRejected(f"session_over: a session of group {x.id} has ended")
             new = [x for x in answers if isinstance(x, IncomingGroup)]
             ledger.storage.drop(ledger.garbage, tx)
             ledger.garbage = locators = (
@@ -243,7 +244,7 @@ class ExplorerSide(BufferCore):
             put_many(tx, texts, [row for x in new for row in x.texts])
             for offer, x in zip(offers, answers, strict=True):
                 if isinstance(x, IncomingGroup):
-                    served.accept(tx, x.id, offer.sessions)
+                    session_rows.accept(tx, x.id, offer.sessions)
             self._count_rejections(tx, answers)
             fault("buffer.append.stored")
             return answers, locators
@@ -310,7 +311,7 @@ class ExplorerSide(BufferCore):
         )
 
     async def _admit(self, lineage: int, frame: bytes, explorer: int) -> None:
-        """Wait for room for a group.  An unreadable frame passes: the ledger refuses and counts it."""
+        """Wait for capacity for a group.  An unreadable frame passes: the ledger refuses and counts it."""
         if not self._has_room(lineage, None) and (batch := batch_of(frame)) is not None:
             await self._wait_for_room(lineage, batch, explorer)
             self._check_open()

@@ -1,7 +1,7 @@
 """Location of a ledger: an SQLite file on a local disk, or a schema of a PostgreSQL database; how
 to connect to it and find its owner.
 
-Knows no tables.  Invariant: no displayed or written form of a location contains a password.
+Depends on no tables.  Invariant: no displayed or written form of a location contains a password.
 """
 
 from __future__ import annotations

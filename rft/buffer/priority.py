@@ -5,9 +5,9 @@
         def __init__(self, args: MyArgs, seed: int) -> None: ...
         def __call__(self, x: Candidate) -> float: ...  highest first; ties in order of their ids
 
-Knows no buffers, and stays light, because the config check uses it.  Invariant: a priority follows
-from its arguments alone, so a resumed run reads in the same order; it is computed when a group
-becomes readable and after each of its uses.
+Depends on no buffers, and stays light, because the config check uses it.  Invariant: a priority
+follows from its arguments alone, so a resumed run reads in the same order; it is computed when a
+group becomes readable and after each of its uses.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Serve the rows of another run's steps as leases, for `mode: train` with `replay_run` and `rft
 debug step`.
 
-Knows that run's ledger and payload, read-only; no trainer.  Invariant: step n gets the rows of that
-run's step n, in their order and with their groups' statistics of that time, so an identical trainer
-gets the same weights.
+Depends on that run's ledger and payload, read-only, on no trainer.  Invariant: step n gets the rows
+of that run's step n, in their order and with their groups' statistics of that time, so an identical
+trainer gets the same weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Select rows of closed batches for leases: oldest first, or by priority with replay.  Also defines
 the records for it.
 
-Knows neither the ledger nor input or output; time comes from a clock.  Invariant: `undo` restores
-the previous order.
+Depends on neither the ledger nor input or output; time comes from a clock.  Invariant: `undo`
+restores the previous order.
 """
 
 from __future__ import annotations

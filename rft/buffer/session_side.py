@@ -1,8 +1,8 @@
 """The session side of the buffer: store answers and rewards of served sessions before the client
 gets a response.  See `rft.types.sessions.SessionStore`.
 
-Knows no HTTP and no groups.  Invariant: a returned note is durable, and notes are stored in order
-of arrival.
+Depends on no HTTP and no groups.  Invariant: a returned note is durable, and notes are stored in
+order of arrival.
 """
 
 from __future__ import annotations

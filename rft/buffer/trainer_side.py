@@ -1,12 +1,12 @@
 """The trainer's side of the buffer, see `rft.types.ports.BufferReader`.
 
     lease(step)    choose rows (`LeaseOrder`), read them and write table `leases` (`lease_rows`)
-    use(step)      write one row of `uses` for each leased row; a row ends after `max_uses` uses
-    discard(step)  write table `explanations` instead
+    use(step)      insert one use per leased row into table `uses`; `max_uses` exhaust a row
+    discard(step)  insert the reason into table `explanations` instead
     consumption    count the uses for a checkpoint's manifest (`consumed`)
 
-Knows no explorer.  Invariant: a step has at most one lease, and a repeated call about it is a
-no-op.
+Independent of the explorer.  Invariant: a step has at most one lease, and repeated calls change
+nothing more.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class TrainerSide(BufferCore):
         max_staleness: int | None,
         until: int | None = None,
     ) -> Lease:
-        """Lease the rows of `step`, waiting up to `deadline_s`.
+        """Lease the rows of `step`, waiting up to `deadline_s`; arguments: see `ports.BufferReader`.
 
         Until `use` or `discard`, a repeated call returns the same rows.
         """
@@ -97,6 +97,7 @@ class TrainerSide(BufferCore):
             return await self._lease(lineage, request, deadline_s)
 
     async def _lease(self, lineage: int, request: LeaseRequest, deadline_s: float) -> Lease:
+        """Wait for rows if the step has no lease yet, and read them."""
         self._fence(lineage)
         step = request.step
         choice = self._order.leases.get(step) or await self._wait_for_rows(
@@ -116,12 +117,12 @@ class TrainerSide(BufferCore):
                 order.give_back(step)
                 await self._notify()
             raise
-        over = [group for group, _ in choice.dropped_rows if not group.waiting and not group.leased]
-        choice.dropped.clear()  # they are discarded; a repeated lease must not discard them again
-        await self._drop_payload(over)
+        finished = [g for g, _ in choice.dropped_rows if not g.waiting and not g.leased]
+        choice.dropped.clear()  # these rows are discarded now; a repeated lease has none to discard
+        await self._drop_payload(finished)
         if choice.missing:
             log.warning(
-                "step %d trains with %d %s fewer than asked for", step, choice.missing, request.unit
+                "step %d trains %d %s fewer than requested", step, choice.missing, request.unit
             )
         return Lease(
             step=step,
@@ -150,16 +151,16 @@ class TrainerSide(BufferCore):
     async def use(self, lineage: int, step: int, logprobs: bytes | None = None) -> None:
         """Record that the lease of `step` was trained; idempotent.
 
-        The `logprobs` of the rows' first uses are stored in the same transaction; they replace
-        those of a first use that no longer counts.
+        Also stores the `logprobs` of each row's first use; they replace those of a first use that a
+        resume has undone.
         """
         async with self._step_turn(step):
             order, choice = await self._leased(lineage, step)
             if choice is None:
                 return
-            most = self._settings.max_uses
+            max_uses = self._settings.max_uses
             rows = [row for _, part in choice.picked for row in part]
-            used = [r.id for r in rows if r.uses + 1 >= most]
+            exhausted = [r.id for r in rows if r.uses + 1 >= max_uses]
             first = {r.id for r in rows if r.uses == 0}
             first_logprobs = (
                 []
@@ -178,11 +179,11 @@ class TrainerSide(BufferCore):
                 )
                 if (mix := self._mix) is not None:
                     put_many(tx, mixed_uses, [(mix.name, x, lineage, step) for x in mix.ids(step)])
-                move(tx, used, "used")
+                move(tx, exhausted, "used")
 
             await self._run_fenced(lineage, work, "buffer.use.before")
             fault("buffer.use.after")
-            await self._finish_lease(order, step, most)
+            await self._finish_lease(order, step, max_uses)
 
     async def discard(self, lineage: int, step: int, reason: str) -> None:
         """Record that the lease of `step` is not trained, e.g. "nonfinite"; idempotent."""

@@ -172,7 +172,7 @@ def show_report(
             out.print(f"[{style}]{name}[/]{' ' * (9 - len(name))}{escape(redact(str(text)))}")
     if errors:
         unseen = report.config is None and not report.schema_only
-        rest = "; plugins, data and model are looked at when the keys are right" if unseen else ""
+        rest = "; plugins, data and model were not checked yet" if unseen else ""
         out.print(f"[bold red]{path}: {len(errors)} error(s)[/]{rest}")
     else:
         scope = f", {len(report.warnings)} warning(s)" if report.warnings else ""

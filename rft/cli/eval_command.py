@@ -1,13 +1,9 @@
-"""`rft eval`: evaluate a model on a taskset, by a written configuration in mode bench."""
+"""`rft eval`: evaluate a model on a taskset."""
 
 from __future__ import annotations
 
-import json
-import re
-import tempfile
-from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -49,34 +45,24 @@ def evaluate(
     plugin_dir: PluginDirs = None,
 ) -> None:
     """Evaluate a model on a taskset: mean reward and pass@k, without training."""
-    from rft.cli.run_command import run
+    from rft.api.evaluation import evaluate as evaluated
+    from rft.launch.progress import summary
 
     one_of(engine, ENGINES, "--engine")
-    source, _, function = taskset.partition(":")
-    name = re.sub(r"\W+", "-", function or Path(source).stem).strip("-") or "tasks"
-    tasks: dict[str, Any] = {
-        "name": name,
-        "path": taskset,
-        "split": split,
-        "repeat_times": runs,
-        "rollout_args": {"temperature": temperature},
-        "default_reward_fn_type": reward,
-        "default_workflow_type": workflow,
-        "max_rows": rows,
-    }
-    lengths = {"max_prompt_tokens": max_prompt_tokens, "max_response_tokens": max_response_tokens}
-    tree = {
-        "mode": "bench",
-        "group": "eval",
-        "name": f"{model.resolve().name}-{name}-{datetime.now():%Y%m%d-%H%M%S}",
-        "checkpoint_root_dir": str(out.absolute()),
-        "model": {"model_path": str(model), **lengths},
-        "buffer": {
-            "explorer_input": {"eval_tasksets": [{k: v for k, v in tasks.items() if v is not None}]}
-        },
-        "explorer": {"eval_on_startup": True, "rollout_model": {"engine_type": engine}},
-    }
-    with tempfile.TemporaryDirectory(prefix="rft-eval-") as aside:
-        config = Path(aside) / "eval.yaml"
-        config.write_text(json.dumps(tree, indent=1), encoding="utf-8")  # JSON is YAML
-        run(config=config, plugin_dir=plugin_dir, in_process=engine == "transformers")
+    outcome = evaluated(
+        model,
+        taskset,
+        reward=reward,
+        workflow=workflow,
+        split=split,
+        rows=rows,
+        runs=runs,
+        temperature=temperature,
+        max_prompt_tokens=max_prompt_tokens,
+        max_response_tokens=max_response_tokens,
+        engine=engine,
+        out=out,
+        plugin_dirs=plugin_dir or (),
+    ).outcome
+    assert outcome is not None
+    summary(outcome.run_dir, outcome.version, outcome.seconds, outcome.resumed_from)

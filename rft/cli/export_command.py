@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 def export(
     run_dir: RunDir,
-    out: Annotated[
+    folder: Annotated[
         Path | None,
-        typer.Option(
-            "--out", "-o", help="new folder for the model; default: RUN-model", show_default=False
-        ),
+        typer.Argument(help="new folder for the model; default: RUN-model", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="the same as FOLDER", show_default=False)
     ] = None,
     step: Annotated[
         int | None, typer.Option(help="train step; default: the newest", show_default=False)
@@ -44,7 +45,9 @@ def export(
     """Write the verified Hugging Face model of a checkpoint; with LoRA the adapter is added to the
     weights.
     """
-    out = out or run_dir.absolute().with_name(f"{run_dir.absolute().name}-model")
+    if folder is not None and out is not None:
+        raise ConfigError(f"FOLDER is given too, {folder}; name one", key="--out", given=str(out))
+    out = folder or out or run_dir.absolute().with_name(f"{run_dir.absolute().name}-model")
     print(
         copy_model(run_dir, out, step, best=best, mode="min" if lowest else "max", adapter=adapter)
     )

@@ -19,7 +19,16 @@ import typer
 
 from rft import __version__
 from rft.cli.verbs import all_verbs
-from rft.errors import DiskFull, Interrupted, PluginStopped, RayFailed, RftError, RunFailed, is_ours
+from rft.errors import (
+    ConfigError,
+    DiskFull,
+    Interrupted,
+    PluginStopped,
+    RayFailed,
+    RftError,
+    RunFailed,
+    is_ours,
+)
 from rft.files.disk import full, is_full
 from rft.plugins import load_entry
 from rft.secrets import learn_environment, redact, safe
@@ -65,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except RftError as e:
         if debug:
             traceback.print_exc()
-        _tell(f"{type(e).__name__}: {e}")
+        errors = e.errors if isinstance(e, ConfigError) else ()
+        lines = [f"error    {error}" for error in errors] or [f"{type(e).__name__}: {e}"]
+        _tell("\n".join(lines))
         if isinstance(e, Interrupted | RayFailed):
             # parts are closed by now; Ray's exit handlers would wait for an answer of Ray
             sys.stdout.flush()
@@ -95,7 +106,7 @@ def _prepare_process() -> None:
         Path.cwd()
     except OSError as e:
         _tell(
-            f"ConfigError: the current folder cannot be used: {e.strerror}; change into one that "
+            f"error    the current folder cannot be used: {e.strerror}; change into one that "
             f"is there"
         )
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""Verbs of the core and of extras.  Imports none of them."""
+"""The commands (verbs) of the core and of extras, listed without importing them."""
 
 from __future__ import annotations
 

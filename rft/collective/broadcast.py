@@ -1,9 +1,9 @@
 """Broadcast weights from the trainer's rank 0 to all engine workers through a torch.distributed
 group.
 
-Knows the layout of a version's bytes; not their source or use.  The group is separate from all
-others of a process (no default group is created or used) and is reused in the next round while its
-members stay the same.
+Depends on the layout of a version's bytes, not on their source or use.  The group is separate from
+all others of a process (no default group is created or used) and is reused in the next round while
+its members stay the same.
 
     worker:   "here, with group G and version V" ─▶ meeting point at the trainer
               ─▶ "keep G" | "form G'" | "stop, because …" ─▶ buckets

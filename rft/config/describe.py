@@ -1,8 +1,8 @@
 """One key explained: meaning, type, default, who reads it; and a resolved configuration in words:
 where each value came from.
 
-Knows the schema.  Invariant: everything said is read from it; nothing is described twice.  What
-related tools call a key is added by an extra.
+Depends on the schema.  Invariant: everything said is read from it; nothing is described twice.
+What related tools call a key is added by an extra.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rft.config.plan import Plan
 from rft.config.schema.root import RunConfig
 from rft.config.schema.source import dotted, leaves
 from rft.config.schema.walk import (
+    all_keys,
     declared,
     extra,
     fields_at,
@@ -82,6 +83,8 @@ READ_BEFORE = {  # key -> (type, meaning) of what is gone before the schema sees
     ),
 }
 
+_MOST = 5  # most keys that an error about an unknown key names
+
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
@@ -115,10 +118,26 @@ def _nearest(loc: tuple[str, ...]) -> str:
     if own(".".join(loc[:-1])) and not fields_at(loc[:-1]):
         return f"  {dotted(loc[:-1])} is a value; there are no keys below it"
     parent = loc[:-1] if fields_at(loc[:-1]) else ()
+    if not parent and (keys := _about(loc[-1])):
+        return f"  Keys that mean something like it: {', '.join(keys[:_MOST])}"
     return (
         f"  Known {f'below {dotted(parent)}' if parent else 'at the top'}: "
         f"{', '.join(fields_at(parent))}"
     )
+
+
+def _about(name: str) -> list[str]:
+    """Return keys that have all words of `name` in their name and meaning, or else its longest
+    word; shortest keys first.
+    """
+    words = re.findall(r"[a-z]{3,}", name.lower())
+    about = {key: f"{key} {_field(key).description}".lower() for key in all_keys()}
+    for required in (words, sorted(words, key=len)[-1:]):
+        starts = [re.compile(f"(?<![a-z]){word}") for word in required]
+        keys = [key for key in about if starts and all(s.search(about[key]) for s in starts)]
+        if keys:
+            return sorted(keys, key=lambda key: (key.count("."), len(key)))
+    return []
 
 
 def described(name: str) -> Description | None:
@@ -296,9 +315,9 @@ def timeline(plan: Plan) -> str:
         need = s.required_step(batch)
         if need != last:
             parts.append(
-                f"explore step {batch} waits for version {need}"
+                f"explore step {batch + 1} waits for version {need}"
                 if need
-                else "explore step 0 has the untrained weights"
+                else "explore step 1 starts with the untrained weights"
             )
             last = need
     every = "every train step" if s.interval == 1 else f"every {s.interval} train steps"
@@ -326,9 +345,9 @@ def _asynchronous(plan: Plan) -> str:
     else:
         limit = ""
     if s.max_staleness is not None:
-        limit += f"; the explorer waits where rows would get older than {s.max_staleness} steps"
+        limit += f"; the explorer waits so that rows are at most {s.max_staleness} steps old"
     return f"sent {when} ({plan.sync.sync_method}){limit}" + (
-        "" if plan.sync.partial_rollout else "; tasks under way are waited for"
+        "" if plan.sync.partial_rollout else "; a sync waits for running tasks"
     )
 
 

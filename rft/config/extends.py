@@ -1,10 +1,10 @@
 """Files that extend files, merged into one tree with the file and line of each value; and the trees
 of a file's `stages`.
 
-Knows names of sections, not what is in them.  Invariants: what a file writes wins over what it
-extends, and a later base over an earlier one; mappings merge, lists and single values replace.  The
-tree of a stage is an ordinary configuration: the file's, in which the stage's own sections stand
-instead of the common ones, as wholes.
+Depends on names of sections, not on what is in them.  Invariants: what a file writes wins over what
+it extends, and a later base over an earlier one; mappings merge, lists and single values replace.
+The tree of a stage is an ordinary configuration: the file's, in which the stage's own sections
+stand instead of the common ones, as wholes.
 """
 
 from __future__ import annotations

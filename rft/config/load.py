@@ -1,14 +1,14 @@
 """A YAML file and `key=value` overrides → `RunConfig`, or every error at once, in sentences.
 
-Knows the schema's classes, not what they mean.  Invariants: what comes out has passed the schema;
-nothing has been looked up, opened or started besides the file; a secret's value never enters a
-message.
+Depends on the schema's classes, not on what they mean.  Invariants: what comes out has passed the
+schema; nothing has been looked up, opened or started besides the file; a secret's value never
+enters a message.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ from rft.config.hints import key_hint, refuse_other_tools, value_hint
 from rft.config.schema.root import RunConfig
 from rft.config.schema.source import Loc, Source, dotted, hidden, is_secret, leaves, plain, undotted
 from rft.config.schema.walk import all_keys, extra, field_at, fields_at, owner
-from rft.errors import ConfigError, ConfigErrors, nearest, raise_all
+from rft.errors import ConfigError, ConfigErrors, most_similar, nearest, raise_all
 from rft.schema.base import belongs
 from rft.secrets import REDACTED, is_secret_name, learn_secrets, looks_random, url_passwords
 
@@ -95,10 +95,8 @@ def _source(
     origins = chosen.origins
     for loc, leaf in leaves(values):
         if isinstance(leaf, str) and "${" in leaf:
-            names = _ENV.findall(leaf)
-            origins[loc] = (
-                f"{origins.get(loc, 'given')} ({', '.join('$' + n for n in names) or leaf})"
-            )
+            names = ", ".join(f"${name}" for name in _variables(leaf)) or leaf
+            origins[loc] = f"{origins.get(loc, 'given')}, {names}"
     values, replaced = _interpolate(values, origins)
     raw.update(replaced)
     learn_secrets(
@@ -119,6 +117,13 @@ def _source(
         stage=stage,
         sections=chosen.sections,
     )
+
+
+def _variables(leaf: str) -> list[str]:
+    """Return the variables that `leaf` depends on: not those in the default of one that is set."""
+    names = _ENV.findall(leaf)
+    is_one = re.fullmatch(r"\$\{[^{}]*(\$\{[^{}]*\}[^{}]*)*\}", leaf)
+    return names[:1] if is_one and names and names[0] in os.environ else names
 
 
 def _override(written: extends.Written, overrides: Sequence[str]) -> dict[Loc, str]:
@@ -412,13 +417,11 @@ def did_you_mean(loc: Loc, near: list[str]) -> str:
     """
     last = str(loc[-1])
     by_name = {k.rpartition(".")[2]: k for k in reversed(all_keys())}
-    here = difflib.get_close_matches(last, near, n=1, cutoff=0.65) or [
-        n for n in near if len(last) > 2 and last in n
-    ]
+    here = most_similar(last, near, 0.65) or [n for n in near if len(last) > 2 and last in n]
     close = (
         [k for k in all_keys() if k.rpartition(".")[2] == last]
         or [dotted((*loc[:-1], n)) for n in here]
-        or [by_name[n] for n in difflib.get_close_matches(last, by_name, n=1, cutoff=0.9)]
+        or [by_name[n] for n in most_similar(last, by_name, 0.9)]
     )
     return f"  Did you mean {' or '.join(close[:2])}?" if close else ""
 

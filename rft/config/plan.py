@@ -1,4 +1,4 @@
-"""What a run will do: each room's complete, frozen settings, and why each derived value is what it
+"""What a run will do: each package's complete, frozen settings, and why each derived value is what it
 is.
 
 Torch-free.  Invariant: nothing is filled in later; code downstream reads a Plan and never a

@@ -307,7 +307,7 @@ def _auxiliary(
             EngineSettings,
             model,
             **shared,
-            name=f"aux-{names[0]}-{j}",
+            name=_engine_name(names[0], j),
             model_path=ctx.find_model(model.model_path),
             tokenizer_path=None
             if model.tokenizer_path is None
@@ -327,6 +327,11 @@ def _auxiliary(
         for j, first in enumerate(_first_cores(ctx, model, key, device, shared["cpu_threads"]))
     )
     return AuxiliarySettings(names=names, engines=engines, max_concurrent=model.max_concurrent)
+
+
+def _engine_name(name: str, number: int) -> str:
+    """Return the name of an auxiliary model's engine in logs and metrics."""
+    return f"{name}-{number}" if name.startswith("auxiliary_model_") else f"aux-{name}-{number}"
 
 
 def _server(
@@ -352,7 +357,7 @@ def _server(
         ctx,
         e,
         f"{key}.external_model_config",
-        name=f"aux-{name}-0",
+        name=_engine_name(name, 0),
         model_path=model.model_path,
         max_model_len=model.max_model_len or max_model_len,
         request_timeout_s=model.request_timeout,

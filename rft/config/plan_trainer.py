@@ -1,5 +1,5 @@
 """The learner and the training loop: ranks, micro-batches, memory, optimizers, checkpoints.  Part
-of `resolve`; knows no torch.
+of `resolve`; depends on no torch.
 
 Invariant: what cannot work is an error here, with its key; what has no effect is a warning.
 """

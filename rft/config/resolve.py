@@ -1,8 +1,8 @@
 """RunConfig → Plan: one pure function.  Inherited and derived values are decided here and nowhere
 else.
 
-Knows the machine only through `Facts`.  Invariant: the same configuration and facts give the same
-Plan; nothing is written back.
+Depends on the machine only through `Facts`.  Invariant: the same configuration and facts give the
+same Plan; nothing is written back.
 """
 
 from __future__ import annotations

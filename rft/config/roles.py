@@ -1,4 +1,4 @@
-"""What the process of each mode does in its run.  Torch-free; knows no machine."""
+"""What the process of each mode does in its run.  Torch-free; depends on no machine."""
 
 from __future__ import annotations
 

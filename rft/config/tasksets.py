@@ -1,4 +1,4 @@
-"""The written tasksets → the taskset room's settings: inherited sampling, workflow, reward, group
+"""The written tasksets → the settings of `rft.taskset`: inherited sampling, workflow, reward, group
 size; and the task pipeline before them.
 
 Part of `resolve`.  Invariant: what a taskset writes wins over `model` and `algorithm`; nothing else

@@ -1,7 +1,7 @@
 """YAML text → plain values with line numbers, refusing everything a configuration has no use for.
 
-Knows no schema.  Invariant: only mappings with unique text keys, lists and scalars come out, and
-never more than the file's size lets one expect (no tags, no cycles, no alias bombs).
+Depends on no schema.  Invariant: only mappings with unique text keys, lists and scalars come out,
+and never more than the file's size lets one expect (no tags, no cycles, no alias bombs).
 """
 
 from __future__ import annotations

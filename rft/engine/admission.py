@@ -1,6 +1,6 @@
 """Decide which requests an engine accepts before it pauses for new weights.
 
-Requests that another engine can answer are refused.  Knows no weights.  Invariant: a refused
+Requests that another engine can answer are refused.  Depends on no weights.  Invariant: a refused
 request has not begun, and a request that may wait is never refused.
 """
 

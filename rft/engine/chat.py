@@ -5,8 +5,8 @@ answer is rendered and tokenised.  `rft.types.written` finds that text by render
 with a mark in place of the answer, so the template may change the history (drop earlier thinking,
 merge the system message).
 
-Knows no model.  Invariant: the model sees exactly `prompt_tokens` of the completion; nothing is
-tokenised twice, and no message is left out.
+Depends on no model.  Invariant: the model sees exactly `prompt_tokens` of the completion; nothing
+is tokenised twice, and no message is left out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Score whole chats with a transformers model that has a classification head (a trained reward
 model).
 
-Knows nothing of rewards.  Waiting texts are scored in batches, padded to the longest, on one
+Independent of rewards.  Waiting texts are scored in batches, padded to the longest, on one
 thread.  Invariant: up to rounding, a text's scores do not depend on the batch; scores are the
 model's logits, with no sigmoid or softmax.
 """

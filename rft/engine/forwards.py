@@ -3,7 +3,7 @@
 With full attention in every layer, all rows are one batch over `RowCache`.  Other layers (windows,
 linear attention, Mamba, convolutions) keep their state in the model's own cache, where rows of
 equal length advance together without padding.  `prove` compares either way with a forward without a
-cache when the model is loaded.  Knows no requests.
+cache when the model is loaded.  Depends on no requests.
 Invariant: rows are numbered 0 to N - 1; the last row takes the number of a row that ends.
 
 Shapes: N rows or sequences, V vocabulary, H hidden size.

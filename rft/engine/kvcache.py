@@ -1,6 +1,6 @@
 """A key/value cache for rows that start and end at different times, for the `transformers` engine.
 
-Knows nothing of requests or sampling.  Row r holds its tokens at [0, length_r), without left
+Independent of requests or sampling.  Row r holds its tokens at [0, length_r), without left
 padding; rows 0..n-1 are in use, and the last row replaces a row that ends.  Invariant: a row's
 attention does not depend on which other rows exist.
 

@@ -1,8 +1,8 @@
 """Shared parts of engines that hold a model and its tokenizer: prompt tokens, completion records,
 load checks.
 
-Knows neither vLLM nor transformers.  Invariant: nothing is generated before the first load, except
-with `fixed_weights`.
+Depends on neither vLLM nor transformers.  Invariant: nothing is generated before the first load,
+except with `fixed_weights`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ trainer.
 
 In every supported model a router ranks the experts of each token with one `topk` over all experts.
 This call is recorded, or its result is replaced; the weights of the experts come from the router,
-so its gradient stays.  Knows modules with experts; not requests or rows.
+so its gradient stays.  Depends on modules with experts, not on requests or rows.
 Invariant: a layer whose choice was not intercepted is an error, never a silent default.
 
 Shapes: N tokens (positions of the input, flattened), L layers with experts, K experts of a token, E

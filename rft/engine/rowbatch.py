@@ -1,7 +1,7 @@
 """The batch of rows that a Hugging Face model generates together, for `transformers`: rows start,
 get one token per step, and end.
 
-Knows no event loop; all calls come from one thread.  Each distinct prompt is computed once.
+Depends on no event loop; all calls come from one thread.  Each distinct prompt is computed once.
 Invariant: up to rounding, a row does not depend on the other rows.
 
 Shapes: N rows or sequences, V vocabulary.

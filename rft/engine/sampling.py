@@ -1,4 +1,4 @@
-"""Draw one token per row from logits.  Knows no model and no requests.
+"""Draw one token per row from logits.  Depends on no model and no requests.
 
 Order of the steps as in vLLM: choices, minimum length, penalties, temperature, min_p, top_k, top_p.
 Reported log-probs (natural log) are of the distribution after all steps.

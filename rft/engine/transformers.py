@@ -1,7 +1,7 @@
 """An engine without vLLM: a Hugging Face model, batched sampling with a key/value cache, one
 thread.
 
-Knows nothing of Ray, trainer or buffer.  All waiting requests are batched; completions of one
+Independent of Ray, trainer or buffer.  All waiting requests are batched; completions of one
 prompt share its prefill; rows that end leave the batch.  The model is used on one thread, and
 pause, load and resume run between two decode steps, so the model needs no locks.
 

@@ -1,8 +1,8 @@
 """vLLM as an engine: `AsyncLLM` in the process that hosts it, weights through our worker extension.
 
-Knows vLLM's public engine interface and nothing of Ray, trainer or buffer.  Invariant: no token is
-generated before the first load (except with `fixed_weights`), and every token carries the version
-label that was set while the engine was paused.
+Depends on vLLM's public engine interface, not on Ray, trainer or buffer.  Invariant: no
+token is generated before the first load (except with `fixed_weights`), and every token carries the
+version label that was set while the engine was paused.
 
     start → load → resume → generate … → pause → [sleep →] load → resume → generate …
 """

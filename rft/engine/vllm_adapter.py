@@ -2,9 +2,9 @@
 
 Own layers add to the output of vLLM's layers, in a worker that runs eagerly.  vLLM's LoRA layers
 serve all other cases, because they are part of captured graphs.  Their single adapter keeps its id
-and is replaced in place, so requests in progress continue with the new one.  Knows the worker's
-model; not the publisher.
-Invariant: an adapter that is damaged, incomplete or of other layers never touches the model.
+and is replaced in place, so requests in progress continue with the new one.  Depends on the
+worker's model, not on the publisher.  Invariant: an adapter that is damaged, incomplete or of other
+layers never touches the model.
 """
 
 from __future__ import annotations

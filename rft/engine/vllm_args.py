@@ -73,6 +73,7 @@ def engine_args(settings: EngineSettings) -> Any:
         "worker_extension_cls": "rft.engine.vllm_worker.WeightWorker",
         "disable_log_stats": not settings.log_stats,
         "enable_log_requests": settings.log_requests,
+        "use_tqdm_on_load": False,
         # In a Ray placement group vLLM would make its workers Ray actors, for whose GPUs there is
         # no room. On CPU, "uni" requires the variables of rft.engine.environment; otherwise vLLM
         # falls back to "mp".

@@ -4,9 +4,9 @@ vLLM's reload rebuilds every layer, counts arriving tensors, and packs them: sev
 model in fresh memory.  Here a layer is packed from the published bytes, or from one shared buffer
 if its parts are not adjacent.
 
-Knows the layers that `vllm_layout` probes.  Models with other parameters, and each first load, use
-vLLM's reload; a probe has therefore compared the order of parts used here with vLLM's own loader.
-Invariant: afterwards nothing in the model refers to the published bytes.
+Depends on the layers that `vllm_layout` probes.  Models with other parameters, and each first load,
+use vLLM's reload; a probe has therefore compared the order of parts used here with vLLM's own
+loader.  Invariant: afterwards nothing in the model refers to the published bytes.
 """
 
 from __future__ import annotations

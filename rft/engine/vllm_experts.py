@@ -4,7 +4,7 @@ the published weights.
 A version is published under transformers' names, where one tensor holds all experts of a layer;
 vLLM loads checkpoint names.  transformers knows both, so names are converted by its model of the
 same configuration, built without weights.  Every expert is probed: one random row goes through
-vLLM's kernel and, with the published weights, through transformers' code.  Knows no manifest.
+vLLM's kernel and, with the published weights, through transformers' code.  Depends on no manifest.
 Invariant: whatever a kernel packed or joined from an earlier version is rebuilt at every load.
 """
 

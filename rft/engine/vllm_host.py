@@ -7,7 +7,7 @@ imports vLLM, forks a waiting child, and runs SCRIPT, which is Ray's worker.  vL
 core in a new interpreter, which repeats all imports: 6 s of processor time.  Inside
 `core_from_child` the waiting child becomes the core instead.
 
-Knows vLLM's imports and the name `get_mp_context` that vLLM starts its core with.
+Depends on vLLM's imports and the name `get_mp_context` that vLLM starts its core with.
 Invariant: the fork precedes Ray and any computation, so no thread exists whose locks the child
 could inherit.
 """

@@ -1,7 +1,7 @@
 """Map published weights to vLLM's parameters, and check that its layers compute with these weights.
 
 Every linear layer is probed with random inputs against the published weights, because on CPU layers
-multiply with packed copies that a reload may leave stale.  Knows no worker and no manifest.
+multiply with packed copies that a reload may leave stale.  Depends on no worker and no manifest.
 
 Layouts: a published weight is [out, in] as in the checkpoint; a worker of tensor parallel rank r
 holds its own rows (columns for row-parallel layers), merged with sibling weights (q, k, v; gate,

@@ -2,7 +2,7 @@
 not report them.
 
 Experts are stored per cache slot, so that a prompt found in the cache has them too, and per request
-until they are taken.  Knows vLLM's first model runner.
+until they are taken.  Depends on vLLM's first model runner.
 Invariant: the experts returned for a position are those that computed its cached keys.
 """
 

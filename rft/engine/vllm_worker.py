@@ -1,6 +1,6 @@
 """Load published weight versions inside vLLM's worker processes (`worker_extension_cls`).
 
-Uses vLLM's reload path first.  Knows neither the publisher nor the requests that follow.
+Uses vLLM's reload path first.  Depends on neither the publisher nor the requests that follow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decide whether a process that has work makes progress.  Knows no engine: finished steps are
+"""Decide whether a process that has work makes progress.  Depends on no engine: finished steps are
 reported to it, processor time is read from the processes.
 
 Signs of life are a finished step, processor time (the only sign during a long step) and waiting for

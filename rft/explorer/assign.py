@@ -1,7 +1,7 @@
 """Assign explore batches to explorers in one global order, and reassign the batches of lost
 explorers.
 
-Knows no tasks and no clock.
+Depends on no tasks and no clock.
 Invariant: a batch belongs to one explorer at a time, the lowest free batch is assigned first, and
 its tasks do not depend on the explorer.
 """

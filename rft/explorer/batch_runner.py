@@ -1,8 +1,8 @@
-"""Play one explore batch: its groups, replacements of rejected groups, operators, the append.
-Knows no other batch.
+"""Run one explore batch: run, verify, process and append each group, and replace rejected ones.
+Independent of other batches.
 
-    group plays ─> version verified? ─> operators ─> append
-                         └ rejected: the next candidate, until the refills are used up
+    run the group ─> wait for the canary of its weights ─> operators ─> append
+    rejected by any of them: append it as rejected, run a replacement, up to `max_refill` per batch
 
 Invariant: each group is appended once, and only after every version that generated its tokens is
 verified or rejected.
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class BatchRunner:
-    """Plays the batches of one explorer with shared models, limits and buffer."""
+    """Runs the batches of one explorer with shared models, limits and buffer."""
 
     def __init__(
         self,
@@ -78,49 +78,51 @@ class BatchRunner:
         )
         self.breaker = Breaker(settings.breaker)
         self._verified: set[Version] = set()
-        self._noted: set[str] = set()  # kinds of rejection already reported
+        self._reported: set[str] = set()  # reasons of rejection that have been in a note
 
     async def run(self, batch: Batch, order: TaskOrder) -> None:
-        """Fill every place of the batch.  Raises RunFailed (breaker) and the errors of engine, gate
-        and buffer.
+        """Run groups until each place of the batch has an accepted one, or the refills are used up.
+
+        Raises RunFailed (breaker) and the errors of engine, gate and buffer.
         """
         tasks = order.batch(batch.number)
 
-        def task(number: int) -> Task:
+        def task_of(number: int) -> Task:
             return (
                 tasks[number]
                 if number < batch.size
                 else order.spare(batch.number, number - batch.size)
             )
 
-        numbers = [n for place in range(batch.size) if (n := batch.first(place)) is not None]
-        batch.expect(sum(task(n).num_runs for n in numbers))
+        numbers = [n for place in range(batch.size) if (n := batch.first_task(place)) is not None]
+        batch.expect_runs(sum(task_of(n).num_runs for n in numbers))
         with works(lambda: str(batch)):
             async with asyncio.TaskGroup() as places:
                 for number in numbers:
-                    places.create_task(self._fill(batch, task, number))
+                    places.create_task(self._fill(batch, task_of, number))
 
-    async def _fill(self, batch: Batch, task: Callable[[int], Task], first: int) -> None:
-        """Play candidates for one place until one is accepted or the refills are used up."""
-        number: int | None = first
+    async def _fill(self, batch: Batch, task_of: Callable[[int], Task], first_number: int) -> None:
+        """Run candidates for one place until one is accepted or the refills are used up.
+
+        `first_number`: of the first candidate's task.
+        """
+        number: int | None = first_number
         while number is not None:
-            async with self._acquired(
-                batch, number % batch.size if number == first else None
-            ) as acquired:
-                if not acquired:
-                    batch.unplayed = True
-                    batch.begun(task(number).num_runs if number == first else 0)
+            task = task_of(number)
+            replacement = number != first_number
+            place = None if replacement else number % batch.size
+            async with self._permit(batch, place) as permitted:
+                if not permitted:
+                    batch.cut_short = True
+                    batch.note_begun(0 if replacement else task.num_runs)
                     return
-                played = await self._play(batch, task(number), number, number == first)
+                played = await self._run_group(batch, task, number, replacement)
             if rejected := [v for v in played.versions if not await self._is_verified(v)]:
-                played = played.refused(
+                played = processed = played.refused(
                     f"weights {rejected[0]} failed their canary", reason=REJECTED_WEIGHTS
                 )
-            processed = (
-                played
-                if rejected
-                else await after_operators(self._pipeline, played, batch.pipeline)
-            )
+            else:
+                processed = await after_operators(self._pipeline, played, batch.pipeline)
             began = time.monotonic()
             group = await self._store(processed)
             if self._pipeline.active:
@@ -129,22 +131,18 @@ class BatchRunner:
                     for name in ("write", "total")
                 ]
             batch.add(group, played if group is processed else group)
-            if group.reason and group.reason not in self._noted:
-                self._noted.add(group.reason)
+            if group.reason and group.reason not in self._reported:
+                self._reported.add(group.reason)
                 note = (
                     f"group {group.id} cannot be trained, {group.detail}; all of its kind: `rft "
                     f"buffer stats`, rollout/groups/rejected"
                 )
                 record = MetricRecord(
-                    role="explorer",
-                    step=batch.number + 1,
-                    time=time.time(),
-                    values={},
-                    notes=(note,),
+                    role="explorer", step=batch.number + 1, values={}, notes=(note,)
                 )
                 await self._sink.log(record)
-            self.breaker.see(group)
-            number = None if group.accepted else batch.after(number)
+            self.breaker.check(group)
+            number = None if group.accepted else batch.replacement(number)
 
     async def _is_verified(self, version: Version) -> bool:
         if version not in self._verified and await self._gate.wait_verified(version):
@@ -152,8 +150,8 @@ class BatchRunner:
         return version in self._verified
 
     @asynccontextmanager
-    async def _acquired(self, batch: Batch, place: int | None) -> AsyncIterator[bool]:
-        """Hold the gate's permission for one group, if groups are paced individually.
+    async def _permit(self, batch: Batch, place: int | None) -> AsyncIterator[bool]:
+        """Hold the gate's permission for one group, if every group needs one.
 
         `place` None: the group replaces another.  Yields False once training is over.
         """
@@ -167,10 +165,11 @@ class BatchRunner:
             finally:
                 await self._gate.release_group()
 
-    async def _play(self, batch: Batch, task: Task, number: int, first: bool) -> PlayedGroup:
-        waiting = (
-            task.num_runs if first else 0
-        )  # runs of the batch's first tasks that have not begun
+    async def _run_group(
+        self, batch: Batch, task: Task, number: int, replacement: bool
+    ) -> PlayedGroup:
+        # runs that have not begun; the batch does not wait for replacements to begin
+        waiting = 0 if replacement else task.num_runs
 
         @asynccontextmanager
         async def slot(count: int) -> AsyncIterator[None]:
@@ -178,7 +177,7 @@ class BatchRunner:
             async with self._slots.take(count):
                 began = min(count, waiting)
                 waiting -= began
-                batch.begun(began)
+                batch.note_begun(began)
                 yield
 
         s = self._settings
@@ -198,12 +197,10 @@ class BatchRunner:
                 baseline=self._slots.take if s.baseline else None,
             )
         finally:
-            batch.begun(waiting)  # runs of a group that was ended early never began
+            batch.note_begun(waiting)  # the skipped runs of a group that was ended early
 
     async def _store(self, group: PlayedGroup) -> PlayedGroup:
-        """Append the group; append failed runs instead if it cannot be stored (e.g. it is too large
-        or has no token).
-        """
+        """Append the group; if the buffer refuses it (e.g. as too large), append its runs as failed."""
         try:
             await self._buffer.append(encoded(group), accepted=group.accepted, reason=group.reason)
         except FrameRejected as e:

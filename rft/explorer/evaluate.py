@@ -78,9 +78,7 @@ class Evaluator:
         ends.
         """
         values = {f"{self._prefix}/{t.settings.name}/due": 1.0 for t in self.tasksets}
-        await self._sink.log(
-            MetricRecord(role="eval", step=version.step, time=time.time(), values=values)
-        )
+        await self._sink.log(MetricRecord(role="eval", step=version.step, values=values))
 
     async def run(self, version: Version) -> dict[str, float]:
         """Play every taskset once, report at the train step of `version`, and return the metrics."""
@@ -98,9 +96,7 @@ class Evaluator:
             )
             if self._verified is None:  # fixed weights have no version
                 values = {k: v for k, v in values.items() if "/model_version/" not in k}
-            await self._sink.log(
-                MetricRecord(role="eval", step=version.step, time=time.time(), values=values)
-            )
+            await self._sink.log(MetricRecord(role="eval", step=version.step, values=values))
             if self.settings.eval_samples != 0:
                 rows = sample_rows(groups, self.settings.eval_samples)
                 await self._sink.samples(f"{self._prefix}/{name}", version.step, rows)
@@ -176,9 +172,7 @@ async def bench(
         await recipes.prepare(models)
         metrics = await evaluator.run(version)
         if judges := judge_metrics.counts():
-            await sink.log(
-                MetricRecord(role="eval", step=version.step, time=time.time(), values=judges)
-            )
+            await sink.log(MetricRecord(role="eval", step=version.step, values=judges))
         return metrics
     finally:
         await recipes.close()
@@ -201,7 +195,7 @@ async def spent(
     values = {"bench/prompt_tokens": prompt_tokens, "bench/completion_tokens": written}
     if server.price_per_1k_prompt_tokens or server.price_per_1k_completion_tokens:
         values["bench/cost_usd"] = cost
-    await sink.log(MetricRecord(role="eval", step=0, time=time.time(), values=values))
+    await sink.log(MetricRecord(role="eval", step=0, values=values))
     return values
 
 

@@ -1,18 +1,17 @@
-"""The exploring loop: get a batch, play it, close it, report it; evaluate in between.
+"""The exploring loop: run each batch, close it in the buffer, report it; evaluate in between.
 
-    next batch ─> evaluate if due ─> tasks chosen ─> batch runner: groups play and are appended ─>
-    close it ─> explored
+    next batch ─> evaluate if due ─> choose tasks ─> batch runner: run and append the groups ─>
+    close the batch ─> report it to the gate
 
-Knows neither trainer nor algorithm.
-Invariant: a batch is closed after all its groups are appended, and after all batches assigned
-before it, unless it was assigned again.
+Independent of trainer and algorithm.
+Invariant: batches close in order, each after its groups are appended; a reassigned batch, which
+another explorer began, does not wait for earlier ones.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -52,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class Explorer:
-    """Plays the explore batches assigned by the gate, from `cursor` on, with weights of `lineage`."""
+    """Runs the explore batches assigned by the gate, from `cursor` on, with weights of `lineage`."""
 
     def __init__(
         self,
@@ -78,7 +77,7 @@ class Explorer:
         self._sink = sink
         self._cursor = cursor
         self._models = models
-        self._evaluates = evaluates and settings.eval_interval > 0
+        self._resume_evaluation = evaluates and settings.eval_interval > 0
         self.order = self._order([open_taskset(t) for t in settings.tasksets])
         self._pipeline = ExperiencePipeline(settings.pipeline, judge, settings.max_timeout_s)
         self._recipes = Recipes()
@@ -114,8 +113,8 @@ class Explorer:
             lineage=lineage,
         )
         self._engines = engine_metrics(model, models)
-        # with learning selectors: an own order for each reassigned batch that `order` has passed
-        self._earlier: dict[int, TaskOrder] = {}
+        # with learning selectors: the order of each reassigned batch that `order` has passed
+        self._orders_of_reassigned: dict[int, TaskOrder] = {}
         self._reported = cursor  # last reported explore step
         self._main = StoppableWork()
 
@@ -150,12 +149,7 @@ class Explorer:
                 judges = judge_metrics.counts()  # includes the judge calls of this evaluation
                 if judges and self._evaluator.tasksets:
                     await self._sink.log(
-                        MetricRecord(
-                            role="explorer",
-                            step=self._reported + 1,
-                            time=time.time(),
-                            values=judges,
-                        )
+                        MetricRecord(role="explorer", step=self._reported + 1, values=judges)
                     )
             await self._recipes.close()
         except BaseException as error:
@@ -169,28 +163,22 @@ class Explorer:
             raise
 
     async def _explore(self) -> str:
-        """Run the loop; return why it ended."""
+        """Run all batches; return why there is no further one."""
         stored: defaultdict[int, list[StoredGroup]] = defaultdict(list)
         for group in await self._buffer.stored_groups(self._cursor):
             stored[group.batch].append(group)
-        rows = {t.settings.name: t.fingerprint for t in self.order.tasksets}
-        rows |= {f"eval/{t.settings.name}": t.fingerprint for t in self._evaluator.tasksets}
-        if changed := await self._buffer.check_taskset_fingerprints(rows):
+        fingerprints = {t.settings.name: t.fingerprint for t in self.order.tasksets}
+        fingerprints |= {f"eval/{t.settings.name}": t.fingerprint for t in self._evaluator.tasksets}
+        if changed := await self._buffer.check_taskset_fingerprints(fingerprints):
             note = OTHER_ROWS.format(", ".join(changed))
             await self._sink.log(
-                MetricRecord(
-                    role="explorer",
-                    step=self._cursor + 1,
-                    time=time.time(),
-                    values={},
-                    notes=(note,),
-                )
+                MetricRecord(role="explorer", step=self._cursor + 1, values={}, notes=(note,))
             )
-        before: Batch | None = None
+        previous: Batch | None = None
         evaluation: asyncio.Task[object] | None = None
-        async with AsyncExitStack() as over, asyncio.TaskGroup() as tasks:
+        async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
             if self.settings.report_interval_s > 0:
-                over.callback(asyncio.ensure_future(self._report_often()).cancel)
+                stack.callback(asyncio.ensure_future(self._report_often()).cancel)
             lag = self.order.lag if self.order.learns else None
             fingerprint = self.order.fingerprint
             next_batch = partial(
@@ -198,38 +186,39 @@ class Explorer:
             )
             while isinstance(assignment := await next_batch(), Assignment):
                 b = assignment.batch
-                if assignment.again:
+                again = assignment.again
+                if again:
                     stored[b] = [g for g in await self._buffer.stored_groups(b) if g.batch == b]
-                if self._eval_due(b) or self._evaluates:
-                    self._evaluates = False
+                if self._eval_due(b) or self._resume_evaluation:
+                    self._resume_evaluation = False
                     await self._evaluator.announce(assignment.version)
                     if evaluation is not None:
                         await evaluation
                     evaluation = tasks.create_task(self._evaluator.run(assignment.version))
                     if not self.settings.eval_in_background:
                         await evaluation
-                await self._learn(b)
+                await self._update_selectors(b)
                 batch = Batch(b, self.settings, stored.pop(b, ()))
-                tasks.create_task(self._explore_batch(batch, None if assignment.again else before))
-                # later batches do not wait for a reassigned one, as they may be needed first
-                if not assignment.again:
-                    before = batch
+                tasks.create_task(self._explore_batch(batch, None if again else previous))
+                # a reassigned batch does not block later ones: a train step may need those first
+                if not again:
+                    previous = batch
                 await batch.submitted.wait()
-            return assignment
+            return assignment  # the reason
 
     def _order(self, tasksets: Sequence[Taskset]) -> TaskOrder:
         return TaskOrder(
             tasksets, self.settings.batch_size, self.settings.seed, lag=self.settings.feedback_lag
         )
 
-    async def _learn(self, b: int) -> None:
+    async def _update_selectors(self, b: int) -> None:
         """Give learning selectors the stored outcomes of every batch on which the tasks of batch `b`
         depend.
         """
         order = self.order
         end = self.order.horizon(b)
         if order.learned > end:  # a reassigned batch: choose with the knowledge of that time
-            order = self._earlier[b] = self._order(order.tasksets)
+            order = self._orders_of_reassigned[b] = self._order(order.tasksets)
         first = order.learned
         if first >= end:
             return
@@ -239,12 +228,13 @@ class Explorer:
         for n in range(first, end):
             order.learn(n, outcomes[n])
 
-    async def _explore_batch(self, batch: Batch, before: Batch | None) -> None:
-        """Play one batch, wait for the batch before it, close it and report."""
-        await self._runner.run(batch, self._earlier.get(batch.number, self.order))
-        if before is not None:
-            await before.closed.wait()
-        if not batch.unplayed:
+    async def _explore_batch(self, batch: Batch, previous: Batch | None) -> None:
+        """Run `batch`, wait until `previous` is closed, close `batch` and report it."""
+        order = self._orders_of_reassigned.pop(batch.number, self.order)
+        await self._runner.run(batch, order)
+        if previous is not None:
+            await previous.closed.wait()
+        if not batch.cut_short:
             await self._buffer.close_batch(
                 batch.number,
                 accepted=batch.accepted,
@@ -255,7 +245,6 @@ class Explorer:
                 raise ShortBatch(self._short(batch))
             await self._gate.explored(batch.number)
             await self._report(batch)
-        self._earlier.pop(batch.number, None)
         batch.close()
 
     # ------------------------------------------------------------ reports
@@ -270,11 +259,9 @@ class Explorer:
             values |= await engines.since()
         if self.settings.timeout_ratio is not None:
             values["rollout/time/limit"] = self._runner.times.limit_s
-        self._runner.times.see(batch.played)
+        self._runner.times.add(batch.played)
         self._reported = batch.number + 1
-        await self._sink.log(
-            MetricRecord(role="explorer", step=self._reported, time=time.time(), values=values)
-        )
+        await self._sink.log(MetricRecord(role="explorer", step=self._reported, values=values))
 
     async def _report_often(self) -> None:
         while True:

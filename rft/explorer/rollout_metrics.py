@@ -1,4 +1,4 @@
-"""Metrics of one explore batch.  Knows no sink."""
+"""Metrics of one explore batch.  Depends on no sink."""
 
 from __future__ import annotations
 

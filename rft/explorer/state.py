@@ -1,9 +1,9 @@
 """State of an explore batch (missing groups, rejections, closing), and limits shared by all
 batches.  No IO.
 
-A batch has `size` places.  Place i is filled by task i; each time its group is rejected, the next
-candidate is the task numbered `size` higher.  Replacements therefore do not depend on timing, and a
-resumed batch continues with the same candidates.
+A batch has `size` places, one for each group.  The first candidate for place i is task i; each time
+a group is rejected, the next candidate is the task numbered `size` higher.  Replacements therefore
+do not depend on timing, and a resumed batch continues with the same candidates.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Batch:
         )
         self._wait_after_s = s.wait_after_s
         self._timer: asyncio.TimerHandle | None = None
-        # groups played by this process, with their rewards before the operators
+        # groups run by this process, with their rewards before the operators
         self.played: list[PlayedGroup] = []
         self.pipeline: list[Metric] = []  # metrics of the operators
         self.accepted = 0
         self.reasons: Counter[str] = Counter()
-        self.unplayed = False  # the trainer finished before all groups began
-        self.submitted = asyncio.Event()  # set when the first run group of every place has begun
+        self.cut_short = False  # the trainer finished before all groups began
+        self.submitted = asyncio.Event()  # set when the first group of every place has begun
         self.closed = asyncio.Event()
         self.began = time.monotonic()
         self.max_refill = self._refills_left = (
@@ -54,9 +54,9 @@ class Batch:
         self._stored = {h.task: h.accepted for h in stored}
         self._waiting = 0
 
-    def first(self, place: int) -> int | None:
-        """Return the task number to play first at `place`, skipping stored groups; None = nothing
-        to play.
+    def first_task(self, place: int) -> int | None:
+        """Return the task number to run first at `place`, skipping stored groups; None = nothing
+        to run.
         """
         number: int | None = place
         while number is not None and number in self._stored:
@@ -64,10 +64,10 @@ class Batch:
                 self._accept()
                 return None
             self.reasons["held"] += 1
-            number = self.after(number)
+            number = self.replacement(number)
         return number
 
-    def after(self, number: int) -> int | None:
+    def replacement(self, number: int) -> int | None:
         """Return the task number that replaces the rejected `number`; None when the refills are
         used up or the batch has ended.
         """
@@ -98,13 +98,14 @@ class Batch:
             self._timer.cancel()
         self.closed.set()
 
-    def expect(self, runs: int) -> None:
+    def expect_runs(self, runs: int) -> None:
         """Set the number of runs that will begin; the batch is submitted once all have begun."""
         self._waiting = runs
         if runs == 0:
             self.submitted.set()
 
-    def begun(self, runs: int) -> None:
+    def note_begun(self, runs: int) -> None:
+        """Count `runs` as begun or skipped."""
         self._waiting -= runs
         if self._waiting == 0 and runs:
             self.submitted.set()
@@ -124,10 +125,10 @@ class Breaker:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._row = 0
+        self._consecutive = 0
         self.last = ""  # description of the last failed run
 
-    def see(self, group: PlayedGroup) -> None:
+    def check(self, group: PlayedGroup) -> None:
         """Raise RunFailed at the limit, with the traceback of user code."""
         if group.reason in ("over_rollout", REJECTED_WEIGHTS):
             return  # slow runs or broken weights are not errors of the workflow
@@ -138,14 +139,14 @@ class Breaker:
             failure = next((r for r in failures if not r.reason.startswith("ended: ")), failures[0])
             self.last = f"{failure.id}: {failure.reason}\n{failure.info.get('traceback', '')}"
         if not group.wholly_failed and group.reason != "unscored":
-            self._row = 0
+            self._consecutive = 0
             return
-        self._row += 1
-        if self._row >= self._limit:
+        self._consecutive += 1
+        if self._consecutive >= self._limit:
             how = "failed completely" if group.wholly_failed else "got no reward"
             raise RunFailed(
-                f"{self._row} groups in a row {how}, so the run stops.  The last failed run was "
-                f"{self.last}"
+                f"{self._consecutive} groups in a row {how}, so the run stops.  The last failed "
+                f"run was {self.last}"
             )
 
 
@@ -170,7 +171,7 @@ class RunTimes:
             return self._max_s
         return min(self._max_s, self._ratio * self._total_s / self._runs)
 
-    def see(self, groups: Iterable[PlayedGroup]) -> None:
+    def add(self, groups: Iterable[PlayedGroup]) -> None:
         """Add the groups of a finished batch."""
         self._batches += 1
         for run in (r for g in groups for r in g.runs):

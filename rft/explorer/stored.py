@@ -1,4 +1,4 @@
-"""Score stored answers with a reward, for `rft bench --input`.  Knows no engine.
+"""Score stored answers with a reward, for `rft bench --input`.  Depends on no engine.
 
 Invariant: an answer that cannot be scored is counted and left out of every mean; it never counts as
 0.

@@ -1,7 +1,7 @@
 """Bounded reads, atomic writes, and one error for a full disk.
 
-Knows no contents of files.  Invariant: a reader never waits for a pipe or a device, and never sees
-half a file.
+Depends on no contents of files.  Invariant: a reader never waits for a pipe or a device, and never
+sees half a file.
 """
 
 from __future__ import annotations

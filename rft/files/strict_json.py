@@ -1,7 +1,7 @@
 """Strict parsing of JSON from foreign files.
 
-Knows no meaning of values.  Invariant: parsed values have bounded depth, unique keys, and can be
-written again.
+Depends on no meaning of values.  Invariant: parsed values have bounded depth, unique keys, and can
+be written again.
 """
 
 from __future__ import annotations

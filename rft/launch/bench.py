@@ -146,7 +146,7 @@ def table(results: Sequence[tuple[Version, Mapping[str, float]]]) -> str:
         if "@" in n or "/parts/" in n or n == "bench/cost_usd"
     ]
     names = list(dict.fromkeys(names))
-    rows = [["step", *(n.removeprefix("bench/") for n in names)]]
+    rows = [["step", *names]]
     for version, values in results:
         cells = (f"{values[n]:.4f}" if n in values else "-" for n in names)
         rows.append(["base" if version.step == 0 else str(version.step), *cells])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -175,18 +174,14 @@ class Coordinator(MonitorPart):
     async def publish(self, manifest: WeightManifest) -> list[Metric]:
         metrics = await self.sync.publish(manifest)
         values = {m.name: m.value for m in metrics}
-        await self.log(
-            MetricRecord(
-                role="synchronizer", step=manifest.version.step, time=time.time(), values=values
-            )
-        )
+        await self.log(MetricRecord(role="synchronizer", step=manifest.version.step, values=values))
         return metrics
 
     async def step_finished(self, step: int, *, finished: bool = False) -> bool:
-        demanded = await self.sync.step_finished(step, finished=finished)
+        requested = await self.sync.step_finished(step, finished=finished)
         if finished:
             await self._assigner.finish()
-        return demanded
+        return requested
 
     # ------------------------------------------------------------ explorers come and go
 

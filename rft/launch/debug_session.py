@@ -34,6 +34,12 @@ from rft.types.ports import ChatModel, Engine, GenerateRequest, ScoreRow
 
 log = logging.getLogger(__name__)
 Tell = Callable[[str], None]
+_QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
+    "TQDM_DISABLE": "1",
+}
 
 
 def policy_settings(plan: Plan, engine_type: str) -> EngineSettings:
@@ -80,7 +86,7 @@ class Models:
         """Return auxiliary models by name, with `replaced`; models start at their first call."""
         models: dict[str, ChatModel] = {}
         for settings in self._plan.auxiliary:
-            lazy = LazyModel(settings, self._start)
+            lazy = LazyModel(settings, self._start_auxiliary)
             models |= dict.fromkeys(settings.names, lazy)
         if unknown := [n for n in replaced if n not in models]:
             raise ConfigError(
@@ -90,14 +96,19 @@ class Models:
             )
         return {**models, **replaced}
 
-    async def _start(self, settings: EngineSettings) -> Engine:
+    async def _start_auxiliary(self, settings: EngineSettings) -> Engine:
+        sooner = "engine_type: transformers starts sooner, --judge fake:7 asks no model"
+        slow = settings.engine_type == "vllm"
+        return await self._start(settings, f" (a minute or more; {sooner})" if slow else "")
+
+    async def _start(self, settings: EngineSettings, remark: str = "") -> Engine:
         where = settings.model_path
         if settings.external is not None:
             where = (
                 f"{settings.external.model_name} at "
                 f"{settings.external.base_url or '$' + settings.external.base_url_env}"
             )
-        self._tell(f"{settings.name}: {settings.engine_type} {where}")
+        self._tell(f"{settings.name}: {settings.engine_type} {where}{remark}")
         engine = await make(settings)
         self._started.push_async_callback(engine.close)
         return engine
@@ -107,9 +118,14 @@ class Models:
 
 
 def in_vllms_environment(settings: EngineSettings, command: Sequence[str]) -> int:
-    """Run `command` with vLLM's environment variables, clean up after it, return its exit code."""
+    """Run `command` with vLLM's environment variables, clean up after it, return its exit code.
+
+    Without an own VLLM_LOGGING_LEVEL, vLLM and its libraries write errors alone.
+    """
     run_id = uuid.uuid4().hex[:12]
+    quiet = {} if settings.log_stats or settings.log_requests else _QUIET
     env = {**os.environ, **cpu_environment(settings), leftovers.RUN_ID: run_id}
+    env |= {name: value for name, value in quiet.items() if name not in os.environ}
     try:
         return subprocess.run(command, env=env, check=False).returncode
     finally:

@@ -1,4 +1,4 @@
-"""Run explorer and trainer to their end; the first failure, Ctrl-C or SIGTERM ends both."""
+"""Run explorer and trainer until both are done; the first failure, Ctrl-C or SIGTERM ends both."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Stoppable(Protocol):
     async def stop(self) -> None: ...
 
 
-async def work(
+async def run_to_end(
     train: Awaitable[None],
     explore: Awaitable[None] | None,
     sides: Iterable[Stoppable],
@@ -54,38 +54,36 @@ async def work(
 ) -> None:
     """Wait until trainer and explorer (if any) are done; report the first failure and raise it.
 
-    `watch` ends only by raising, when a part dies or hangs.  `fail` reports a failure to all waiters
-    (default: `coordinator.fail`).
+    `watch` raises when a process dies or hangs, and never returns.  `fail` reports a failure to all
+    that wait (default: `coordinator.fail`).
     """
     both: tuple[asyncio.Future[None], ...] = tuple(
         asyncio.ensure_future(side) for side in (explore, train) if side is not None
     )
     follower = _Follower(coordinator, on_record)
-    news = asyncio.ensure_future(follower.run())
+    following = asyncio.ensure_future(follower.run())
     stop = asyncio.ensure_future(signals.wait())
     watched = [] if watch is None else [asyncio.ensure_future(watch)]
     try:
         pending = set(both)
         while pending:
             done, _ = await asyncio.wait(
-                {*pending, *watched, news, stop}, return_when=asyncio.FIRST_COMPLETED
+                {*pending, *watched, following, stop}, return_when=asyncio.FIRST_COMPLETED
             )
             if stop in done:
                 await _wind_down(pending, sides, signals)
                 raise Interrupted(INTERRUPTED)
             if [t for t in done if t.exception() is not None]:
-                raise await _cause(both, (*watched, news))
+                raise await _cause(both, (*watched, following))
             pending -= done
         await follower.rest()
     except BaseException as e:
-        tell = fail or coordinator.fail
-        async with race(
-            quietly(tell(e if isinstance(e, RftError) else RunFailed(f"{type(e).__name__}: {e}"))),
-            signals.wait(2),
-        ):
+        report = fail or coordinator.fail
+        error = e if isinstance(e, RftError) else RunFailed(f"{type(e).__name__}: {e}")
+        async with race(quietly(report(error)), signals.wait(2)):
             raise
     finally:
-        await cancel([*both, *watched, news, stop])
+        await cancel([*both, *watched, following, stop])
 
 
 class _Follower:

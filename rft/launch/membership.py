@@ -1,7 +1,7 @@
 """Explorers of a run: name, number, process, and a configuration that agrees with the run's.
 
-Knows neither engines nor batches.  Invariant: one living explorer per name; it leaves the members
-only when its process has ended.
+Depends on neither engines nor batches.  Invariant: one living explorer per name; it leaves the
+members only when its process has ended.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""Start the parts of each mode of a run, and let them work.  Knows no Ray: the runtime owns parts.
+"""Start the parts (processes) of a run in each mode, and wait until they are done.  Independent of
+Ray, behind the runtime.
 
-    both       buffer, trainer, coordinator, engines, explorer                       ExploreAndTrain
-    serve      the same, with a service for client sessions instead of tasks         ExploreAndTrain
-    train      buffer, trainer, coordinator; waits for explorers to join    ┐        ExploreAndTrain(explores=False)
-    explore    engines, explorer; waits for a coordinator to join           ┘        Explore
-    serve      joins such a trainer, with explorer.serve.trainer_apart               Explore
-    train      on a data set: trainer and monitor                                    TrainOffline
+    ExploreAndTrain   both      buffer, trainer, coordinator, engines, explorer
+                      serve     the same, for sessions of clients instead of tasks
+                      train     buffer, trainer, coordinator; explorers join them
+    Explore           explore   engines, explorer; they join such a trainer
+                      serve     the same, for sessions, with explorer.serve.trainer_apart
+    TrainOffline      train     on a data set: trainer, monitor
 
 The explorer waits for the coordinator's gate, the trainer for the buffer's lease, the launcher for
 the end of either.  The first failing part ends the run; its error decides the exit code.  Processes
-of `train` and `explore` meet at a rendezvous, in any order; neither ends, cleans up or renames
-anything of the other.
+of modes `train` and `explore` may start in any order, and never touch each other's processes or
+files.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class _Training(Mode):
 
 
 class ExploreAndTrain(_Training):
-    """Explorer and trainer with one buffer; without `explores`, explorers are other processes."""
+    """Explorer and trainer with one buffer; `explores` False: explorers run elsewhere and join."""
 
     def __init__(self, plan: Plan, *, explores: bool) -> None:
         super().__init__(plan)
@@ -162,16 +163,15 @@ class ExploreAndTrain(_Training):
         self._joined: Joined | None = None
 
     async def start(self, parts: Parts) -> bool:
+        """Start engines and explorer, and buffer, trainer and coordinator; let the engines join."""
         plan = self.plan
         await parts.reserve(engines=self._explores, trainer=True)
-        exploring = [*engine_specs(plan), *explorer_specs(plan)] if self._explores else []
+        specs = [*engine_specs(plan), *explorer_specs(plan)] if self._explores else []
         if plan.cluster.shared:  # engines first: they measure the free memory of their GPU
-            await parts.start(exploring)
+            await parts.start(specs)
             await self._start_training(parts)
         else:
-            await parts.together(
-                partial(parts.start, exploring), partial(self._start_training, parts)
-            )
+            await parts.together(partial(parts.start, specs), partial(self._start_training, parts))
         if self._explores:
             nodes = [
                 parts.nodes[f"engine-{i}"]
@@ -197,20 +197,22 @@ class ExploreAndTrain(_Training):
         )
         buffer = Bound(parts.by_name["buffer"], self.begun.lineage)
         node = parts.nodes.get("trainer-0", "")
-        wiring = (plan, parts.ranks[0], buffer, self.begun, node, parts.restarts)
-        await parts.start([PartSpec("coordinator", "coordinator", wiring)])
+        arguments = (plan, parts.ranks[0], buffer, self.begun, node, parts.restarts)
+        await parts.start([PartSpec("coordinator", "coordinator", arguments)])
 
     async def work(self, parts: Parts, on_record: OnRecord, signals: Signals) -> None:
+        """Train, and explore or serve the explorers that join, until both are done."""
         (trainer, *ranks), coordinator = parts.ranks, parts.by_name["coordinator"]
         buffer = Bound(parts.by_name["buffer"], self.begun.lineage)
-        training = trainer.run(ranks, buffer, coordinator, coordinator, self.begun)
+        sync = metrics = coordinator
+        training = trainer.run(ranks, buffer, sync, metrics, self.begun)
         if self._joined is not None:
             explorer = parts.by_name["explorer"]
             name = self.plan.explorer.name
             exploring = explorer.run(
                 parts.engines, parts.auxiliary, buffer, coordinator, name, self._joined
             )
-            await drive.work(
+            await drive.run_to_end(
                 training,
                 exploring,
                 (trainer, explorer),
@@ -220,11 +222,11 @@ class ExploreAndTrain(_Training):
                 parts.watch(),
             )
             return
-        open_to_all = rendezvous.keep(
+        keep_open = rendezvous.keep(
             self.plan, parts.rundir.run_id, {"coordinator": coordinator, "buffer": buffer}
         )
-        watch = all_of(parts.watch(), open_to_all)
-        await drive.work(
+        watch = all_of(parts.watch(), keep_open)
+        await drive.run_to_end(
             training,
             coordinator.serve_explorers(),
             (trainer,),
@@ -257,7 +259,9 @@ class TrainOffline(_Training):
         (trainer, *ranks), monitor = parts.ranks, parts.by_name["coordinator"]
         used = None if self._checkpoint is None else self._checkpoint.consumption
         training = trainer.run_offline(ranks, monitor, self.begun, used)
-        await drive.work(training, None, (trainer,), monitor, on_record, signals, parts.watch())
+        await drive.run_to_end(
+            training, None, (trainer,), monitor, on_record, signals, parts.watch()
+        )
 
 
 class Explore(Mode):
@@ -326,7 +330,7 @@ class Explore(Mode):
             await coordinator.leave(*me, f"{type(reason).__name__}: {reason}")
 
         try:
-            await drive.work(
+            await drive.run_to_end(
                 exploring, None, (explorer,), coordinator, on_record, signals, watch, fail
             )
             self._last = await coordinator.wait_final()

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import logging
 import os
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -332,11 +331,7 @@ class TrainerPart:
             noted = self.plan.run_dir / "held_out.txt"
             if consumption is not None and noted.exists() and noted.read_text() != rows.fingerprint:
                 note = OTHER_ROWS.format(held_out.name)
-                await sink.log(
-                    MetricRecord(
-                        role="eval", step=start.step, time=time.time(), values={}, notes=(note,)
-                    )
-                )
+                await sink.log(MetricRecord(role="eval", step=start.step, values={}, notes=(note,)))
             write_whole(noted, rows.fingerprint)
         reader = OfflineReader(
             data, size=s.batch_groups, seed=s.seed, lineage=start.lineage, total_steps=s.total_steps

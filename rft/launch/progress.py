@@ -1,6 +1,6 @@
 """Progress of a run: a bar on a terminal, one line per step elsewhere.
 
-Knows metric records, and log records with `extra=STARTING`; no Ray and no part of the run.
+Depends on metric records, and log records with `extra=STARTING`, on no Ray and no part of the run.
 Invariant: it changes and delays nothing, and shows only content of metrics.jsonl and the logs.
 """
 
@@ -127,9 +127,7 @@ class Progress:
         """Show a record."""
         for name, value in record.values.items():
             if name.startswith("eval/") and is_evaluation(name):
-                self._say(
-                    f"eval  step {record.step}: {' '.join(name[5:].rsplit('/', 1))} {value:.3f}"
-                )
+                self._say(f"eval  step {record.step}: {name} {value:.3f}")
         for note in record.notes:
             self._say(f"note  {record.role} {record.step}: {note}")
         if "perf/step_s" in record.values:  # not an alarm

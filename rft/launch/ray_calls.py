@@ -1,7 +1,7 @@
 """Calls into Ray with a name and a deadline, and Ray's processes on this machine by name.
 
-Knows no part of a run.  Invariant: a call waits in a daemon thread, so it delays neither the event
-loop nor the end of the interpreter.
+Depends on no part of a run.  Invariant: a call waits in a daemon thread, so it delays neither the
+event loop nor the end of the interpreter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """SIGINT and SIGTERM as events of a run's loop, and `interrupt` for runs in other threads.
 
-Knows no run.  Invariant: handlers are restored when the context ends.
+Depends on no run.  Invariant: handlers are restored when the context ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A program of several runs (stages), each starting from the model exported by the one before.
 
-Knows configurations, run folders and checkpoints.  `stages.json` in the program's folder records
-finished stages; stages run in folders below it.  Invariant: a stage starts only from the verified
-model of the stage before.
+Depends on configurations, run folders and checkpoints.  `stages.json` in the program's folder
+records finished stages; stages run in folders below it.  Invariant: a stage starts only from the
+verified model of the stage before.
 """
 
 from __future__ import annotations

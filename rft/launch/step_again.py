@@ -1,7 +1,7 @@
 """Repeat one train step of a run from its nearest checkpoint and rows, with the loss of each row.
 
-Knows the trainer and the run's ledger; no engine.  Runs in this process, on one rank.  Invariant:
-the run's folder is not changed.
+Depends on the trainer and the run's ledger, on no engine.  Runs in this process, on one rank.
+Invariant: the run's folder is not changed.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ async def _step(
         return rows, dict(batch.metrics)
     report = await ranks.step(batch.shares, batch.critic)
     if report.finite:
-        ranks.steer(batch.kl, report, batch.rows, batch.tokens)
+        ranks.update_controllers(batch.kl, report, batch.rows, batch.tokens)
     return rows, {**batch.metrics, **numbers(batch, report, factors)}
 
 

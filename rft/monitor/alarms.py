@@ -1,7 +1,7 @@
 """Alarms on the metrics of a run: pure functions over series, which are their only state.
 
 Every rule compares the last few steps with the start of the run, in units of its own noise, so that
-no rule depends on a model or a task.  Knows records, not their source.
+no rule depends on a model or a task.  Depends on records, not on their source.
 Invariant: an alarm is raised once per subject and run, even if the run is resumed.
 """
 

@@ -1,4 +1,4 @@
-"""Report changes of files below a folder with inotify.  Knows no run."""
+"""Report changes of files below a folder with inotify.  Depends on no run."""
 
 from __future__ import annotations
 

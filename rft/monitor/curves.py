@@ -1,7 +1,7 @@
 """Curves as text: an SVG picture of a few series, and a line of blocks for a terminal.  No library,
 no script, no external reference.
 
-Knows numbers by step; not their source.
+Depends on numbers by step, not on their source.
 Invariant: every name is escaped, and a non-finite value leaves a gap.
 """
 

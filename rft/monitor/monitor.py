@@ -58,7 +58,7 @@ class Monitor:
                 "%s ended in a line cut by a crash; its %d bytes are removed", self._path, cut
             )
         self._lock = threading.Lock()  # failures are reported from the trackers' threads
-        self._last = MetricRecord(role="trainer", step=0, time=time.time(), values={})
+        self._last = MetricRecord(role="trainer", step=0, values={})
         makers = {
             kind: _maker(_plugin(kind, run.plugin_dirs), run, config.tracker_args(kind))
             for kind in config.monitor_type

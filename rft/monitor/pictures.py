@@ -1,6 +1,6 @@
 """Draw the timeline of a run from metrics.jsonl: work and waiting of each role.
 
-Knows no process of the run.
+Depends on no process of the run.
 Invariant: a bar ends when its record was written and has the recorded duration; nothing is guessed.
 """
 

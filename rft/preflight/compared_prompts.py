@@ -1,6 +1,6 @@
 """Render prompts like the engine, and find tasks with equal or nearly equal prompts.
 
-Knows tasksets and a model's chat template; no engine.
+Depends on tasksets and a model's chat template, on no engine.
 """
 
 from __future__ import annotations

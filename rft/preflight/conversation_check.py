@@ -1,6 +1,6 @@
 """Check that the chat template writes every message of a workflow's conversation.
 
-Knows templates and the arguments of workflows; no engine.  Invariant: nothing is generated.
+Depends on templates and the arguments of workflows, on no engine.  Invariant: nothing is generated.
 """
 
 from __future__ import annotations

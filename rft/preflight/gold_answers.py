@@ -1,7 +1,7 @@
 """Check that a task's gold answer gets full marks from its own reward, in any usual answer form.
 
-Knows tasks and rewards; no engine and no model.  Invariant: nothing is generated, and an exception
-of a reward is reported, not hidden.
+Depends on tasks and rewards, on no engine and no model.  Invariant: nothing is generated, and an
+exception of a reward is reported, not hidden.
 """
 
 from __future__ import annotations

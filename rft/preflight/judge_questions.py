@@ -1,6 +1,7 @@
 """Check that the questions of judges fit into the context of the models that answer them.
 
-Knows the tokenizer's files of auxiliary models, no engine.  Invariant: nothing is generated.
+Depends on the tokenizer's files of auxiliary models, on no engine.  Invariant: nothing is
+generated.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Check that a LoRA adapter fits the model's files, and count its trained parameters.
 
-Knows names and shapes, no torch.  Invariant: an adapter that the trainer would refuse is refused
-here first, if the model's files name their layers like the model.
+Depends on names and shapes, on no torch.  Invariant: an adapter that the trainer would refuse is
+refused here first, if the model's files name their layers like the model.
 """
 
 from __future__ import annotations

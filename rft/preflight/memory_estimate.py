@@ -1,7 +1,7 @@
 """Estimate the peak memory of each role of a plan, term by term; docs/concepts/memory.md explains
 and measures the terms.
 
-Knows the plan and the model's sizes; needs no GPU, no torch and no Ray.  Invariant: every number
+Depends on the plan and the model's sizes; needs no GPU, torch or Ray.  Invariant: every number
 follows from the plan, the model's sizes and the constants below, which are equal for all models.
 """
 

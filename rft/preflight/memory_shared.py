@@ -1,8 +1,8 @@
 """Estimate the memory of a GPU that engines and trainer use in turns (mode: colocate): while
 exploring, and while training.
 
-Knows the roles of `memory_estimate`, not their computation.  Invariant: both phases are judged,
-because either may be the larger.
+Depends on the roles of `memory_estimate`, not on their computation.  Invariant: both phases are
+judged, because either may be the larger.
 """
 
 from __future__ import annotations

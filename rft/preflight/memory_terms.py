@@ -1,6 +1,6 @@
 """The terms of a memory estimate, and the constants that are equal for all models.
 
-Knows neither plans nor models.
+Depends on neither plans nor models.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Besides weights and optimizer state a rank needs most at one of three moments of a micro-batch: in
 the backward pass of the log-probs, in that of a layer, or when the gradients of embedding and
-output layer are reduced over ranks.  Knows the allocations of `rft.trainer`, by formula.
+output layer are reduced over ranks.  Depends on the allocations of `rft.trainer`, by formula.
 Invariant: on GPUs an estimate is at least what torch's operators allocate.
 """
 

@@ -1,6 +1,6 @@
 """Check a model folder for completeness and read its chat template, without torch or transformers.
 
-Knows the Hugging Face folder layout.  Invariant: no weights are read, only the headers of
+Depends on the Hugging Face folder layout.  Invariant: no weights are read, only the headers of
 safetensors files.
 """
 

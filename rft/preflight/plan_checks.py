@@ -1,8 +1,8 @@
 """Check that a plan fits its models and its storage, and warn of settings that are allowed but
 probably unintended.
 
-Knows plans and the content of model folders.  Invariant: the trainer proves a row layout accepted
-here again when it loads the model.
+Depends on plans and the content of model folders.  Invariant: the trainer proves a row layout
+accepted here again when it loads the model.
 """
 
 from __future__ import annotations

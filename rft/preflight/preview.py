@@ -1,8 +1,8 @@
 """Preview tasks: rows through the chat template, prompt lengths, the reward of the gold answer,
 overlap of train and eval.
 
-Knows no engine.  Plugins must be loaded.  Invariant: nothing is generated; only the task's own gold
-answer is scored.
+Depends on no engine.  Plugins must be loaded.  Invariant: nothing is generated; only the task's own
+gold answer is scored.
 """
 
 from __future__ import annotations

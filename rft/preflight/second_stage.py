@@ -1,8 +1,8 @@
 """Check a file that has passed the schema: build the plan, check everything that it names, and
 report.
 
-The second stage loads plugins, reads the model's files and opens the tasksets.  Knows the checks,
-not their findings.
+The second stage loads plugins, reads the model's files and opens the tasksets.  Depends on the
+checks, not on their findings.
 """
 
 from __future__ import annotations

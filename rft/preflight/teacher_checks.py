@@ -1,7 +1,7 @@
 """Check that a workflow's teacher can score the policy's tokens, and that its prompts fit.
 
-Part of the second stage of `rft.preflight.check`.  Knows the workflow's argument `teacher` and its
-`teacher_messages`; a workflow without them is judged when it runs.
+Part of the second stage of `rft.preflight.check`.  Depends on the workflow's argument `teacher` and
+its `teacher_messages`; a workflow without them is judged when it runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compare the tokenizer of an auxiliary model with the policy's: a teacher scores the policy's tokens
 by their ids.
 
-Knows tokenizer.json, not models.  Invariant: files are read, no tokenizer is built.
+Depends on tokenizer.json, not on models.  Invariant: files are read, no tokenizer is built.
 """
 
 from __future__ import annotations

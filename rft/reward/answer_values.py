@@ -1,8 +1,8 @@
 """Read numbers, fractions, percentages, amounts, quantities and dates as people and models write
 them.
 
-docs/howto/reward.md has the grammar.  Knows no reward.  Invariants: a text is read in one pass, so
-that no answer can make it slow; an ambiguous notation has no value.
+docs/howto/reward.md has the grammar.  Depends on no reward.  Invariants: a text is read in one
+pass, so that no answer can make it slow; an ambiguous notation has no value.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     <<<end 1f0c9a77e2b4d8a3>>>
 
 The id is drawn for every call, and so is the key that a verdict must repeat: a verdict inside the
-text lacks the key.  Knows no judge.
+text lacks the key.  Depends on no judge.
 Invariant: no text closes its block, opens another, or ends its message.
 """
 

@@ -1,6 +1,6 @@
 """Questions to judges and their replies during one run, kept with the run for display.
 
-Knows no judge and no run.
+Depends on no judge and no run.
 Invariant: the record is bounded, and has passed `redact`.
 """
 

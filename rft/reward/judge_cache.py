@@ -1,6 +1,6 @@
 """Replies of judges in an SQLite file.
 
-Knows neither judges nor models.  Several processes may use one file.
+Depends on neither judges nor models.  Several processes may use one file.
 Invariant: a returned reply was completely written under the same key.
 """
 

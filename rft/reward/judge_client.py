@@ -2,7 +2,7 @@
 
     question answered before? ─> in progress? ─> budget left? ─> room ─> rate ─> the model
 
-Knows no prompt and no verdict.
+Depends on no prompt and no verdict.
 Invariant: the cost of all calls, including other processes with the same ledger, never exceeds
 `max_cost_usd`: a call's maximum cost is counted before the call.
 """

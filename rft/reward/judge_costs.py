@@ -4,7 +4,7 @@ killed.
     spent = settled costs + maximum costs of calls in progress
 
 The maximum cost of a call is added before it is sent and corrected when it returns, so a lost call
-stays counted at its maximum.  Knows neither judges nor models.
+stays counted at its maximum.  Depends on neither judges nor models.
 Invariant: `reserve` never lets `spent` exceed the limit, however many processes use the file.
 """
 

@@ -1,4 +1,4 @@
-"""Counters of the judges in this process.  Pure; knows no judge."""
+"""Counters of the judges in this process.  Pure; depends on no judge."""
 
 from __future__ import annotations
 

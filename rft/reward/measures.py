@@ -1,6 +1,6 @@
 """Units of measure and currencies by name, so that 5 km, 5000 m and 5,000 metres are one length.
 
-Knows only the text of a unit.  An unlisted word is no unit and is ignored.
+Depends only on the text of a unit.  An unlisted word is no unit and is ignored.
 """
 
 from __future__ import annotations

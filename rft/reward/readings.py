@@ -1,7 +1,7 @@
 """Values that a reward reads in an answer and in the truth, recorded for `rft debug reward
 --explain`.
 
-Knows no reward.
+Depends on no reward.
 Invariant: an unreadable truth raises; no answer is ever compared with it.
 """
 

@@ -1,7 +1,7 @@
 """Normalize texts that can be typed in several ways: width, accents, digits, dashes, quotes,
 spaces.
 
-Knows no reward and no notation of numbers.
+Depends on no reward and no notation of numbers.
 Invariant: a text is read once, so that no answer can make it slow.
 """
 

@@ -1,7 +1,7 @@
 """Read the verdict in a judge's reply: one JSON object at its end, on lines of its own, every field
 on its scale.  Anything else is unreadable.
 
-Knows no model.
+Depends on no model.
 Invariant: a verdict without the key of the call, a second verdict, or a verdict followed by text is
 never accepted.
 """

@@ -1,6 +1,6 @@
 """The base of every section of a configuration: strict keys, documentation, enums in any case.
 
-Knows no loader and no part of a run: the rooms declare their sections with it, in their
+Depends on no loader and no part of a run: packages declare their sections with it, in their
 `settings.py`.  Invariant: each field carries its meaning, and its unit where it has one; the
 reference page, the JSON Schema and `rft explain` read them from there.  A section checks its keys
 against each other in `rules`; `rft.config` checks them against other sections and the machine.

@@ -1,11 +1,11 @@
 """The interface through which weights leave the trainer: a transport stages a version as bytes that
 every engine can read.
 
-Knows neither trainer nor engine. Invariant: `stage` never writes into bytes of a version that an
-engine may still read.  Those are the version staged last and the one before it (the roll-back
-target), unless `release` freed them.
-The bytes are the tensors', row-major and little-endian, each at a multiple of 64; `WeightManifest`
-has the offsets.
+Independent of trainer and engine.  Invariant: `stage` never overwrites the last two staged versions,
+which engines may still read (the older one is the target of a roll-back), until `release` frees
+them.
+Tensors are stored row-major and little-endian, each at a multiple of 64 bytes; `WeightManifest` has
+the offsets.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Transport(Protocol):
     def stage(
         self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]
     ) -> WeightManifest:
-        """Copy `tensors` (Hugging Face name, full tensor of any device and float type; an iterator
-        may create them one by one).
+        """Copy `tensors`: (Hugging Face name, full tensor) pairs, which an iterator may create one
+        by one; any device and float type, never converted.
 
-        `tied` maps a name missing in `tensors` to the name of the same tensor.  Bytes are never
-        converted. Raises WeightSyncFailed on a non-finite value, a repeated name, or names, types
-        or shapes that differ from the previous version.
+        `tied` maps a name missing in `tensors` to the name of the same tensor.  Raises
+        WeightSyncFailed on a non-finite value, a repeated name, or names, types or shapes that
+        differ from the previous version.
         """
         ...
 
@@ -56,7 +56,7 @@ class Transport(Protocol):
 class OwnTransport(Transport, Protocol):
     """A transport plugin, named by `sync_method: pkg.module:Name` or `path/file.py:Name`.
 
-    Constructed with the section and the run's sync folder.
+    Constructed with section `synchronizer` and the run's sync folder.
     """
 
     def __init__(self, settings: SyncConfig, folder: Path) -> None: ...
@@ -65,7 +65,7 @@ class OwnTransport(Transport, Protocol):
     def fetch(manifest: WeightManifest) -> bytearray | memoryview:
         """Return a version's bytes in the manifest's layout; called in each engine worker.
 
-        The worker compares them with the manifest's hashes. `manifest.version.published` is the
-        staged version; a repeated attempt to serve it has another label.
+        The worker compares them with the manifest's hashes.  `manifest.version.published` is the
+        version given to `stage`; a repeated attempt to serve it changes `manifest.version` alone.
         """
         ...

@@ -1,8 +1,8 @@
 """Verify that an engine serves the weights it claims: compare log-probs of tokens it just generated
 with the trainer's.
 
-Knows neither the transport nor the schedule of weights. Invariant: a verdict depends only on tokens
-that the engine generated under the version in question, never on the engine's own report.
+Depends on neither the transport nor the schedule of weights. Invariant: a verdict depends only on
+tokens that the engine generated under the version in question, never on the engine's own report.
 
 Why a stale engine cannot pass once the step moved the probe: let y' be the tokens of the previous
 version's probe, E' the engine's log-probs of them at that time, S the trainer's log-probs under the

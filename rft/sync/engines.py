@@ -1,7 +1,7 @@
 """The set of engines: membership, calls to all engines, and restarts of dead ones.
 
-Knows neither versions nor schedules.  Invariant: an engine's number is never reused, and every call
-has a deadline.
+Depends on neither versions nor schedules.  Invariant: an engine's number is never reused, and every
+call has a deadline.
 """
 
 from __future__ import annotations

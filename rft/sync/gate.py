@@ -1,7 +1,7 @@
-"""The state of the gate says which explore batches may start, and which rows count.  No waits or IO.
+"""The state of the gate: which explore batches may start, and which rows may be trained.
 
-Knows the schedule and the versions, not engines.  Invariant: rows count only if the very attempt
-that wrote them was verified.
+Depends on the schedule and the versions, not on engines; no waits or IO.  Invariant: rows may be
+trained only if the attempt to serve their weights that generated them was verified.
 """
 
 from __future__ import annotations
@@ -21,36 +21,43 @@ class GateState:
         self.verified: Version | None = None  # the newest verified version
         self._verified: set[Version] = set()
         self._rejected: set[Version] = set()
-        self.trained = start.step
+        self.trained_step = start.step
         self.finished = False
-        self.demand: object | None = None  # set while the trainer waits for rows
-        self.groups = 0  # generating groups, if counted
-        self.holding = False  # a version waits for `groups` to end; no other group starts
-        self._ahead = 0  # explore batches consumed early by incomplete train steps
+        # the trainer's wait for rows, between two steps; a later wait is another object
+        self.trainer_wait: object | None = None
+        self.num_groups = 0  # groups in progress, if each needs a permission
+        self.blocked = False  # a version waits for these groups to end, so no other one starts
+        self._ahead = 0  # explore batches that steps short of rows have taken early
         self._exploring: set[int] = set()  # batches in progress
-        self._waiting: dict[int, int] = {}  # batch -> step of the weights loaded at its request
+        self._requests: dict[int, int] = {}  # waiting batch -> step of the weights loaded then
 
     # ------------------------------------------------------------ explore batches and groups
 
-    def batches_before_are_done(self, batch: int) -> bool:
-        """Return whether `batch` may request weights: on demand, after all batches before it."""
+    def may_request(self, batch: int) -> bool:
+        """Return whether `batch` may request weights: before an explorer_driven sync all earlier
+        batches must be explored.
+        """
         return (
             not self.schedule.syncs_before(batch)
             or self.finished
             or min(self._exploring, default=batch) >= batch
         )
 
-    def ask(self, batch: int) -> None:
-        self._waiting[batch] = -1 if self.loaded is None else self.loaded.step
+    def request(self, batch: int) -> None:
+        """Note that `batch` waits for weights."""
+        self._requests[batch] = -1 if self.loaded is None else self.loaded.step
 
-    def stop_asking(self, batch: int) -> None:
-        del self._waiting[batch]
+    def end_request(self, batch: int) -> None:
+        del self._requests[batch]
 
     def may_start(self, batch: int, group: int | None = None) -> bool:
-        """Return whether the batch (or its group) may start now, or training is over."""
+        """Return whether the batch (or its group) may start now; True once training is over, when
+        `start` returns None.
+        """
         if self.finished or self.loaded is None:
             return self.finished
-        return self._allows(batch, group, self.loaded.step, self.trained + (self.demand is None))
+        newest = self.trained_step + (self.trainer_wait is None)
+        return self._allows(batch, group, self.loaded.step, newest)
 
     def start(self, batch: int) -> Version | None:
         """Start `batch`; return its version, None if the trainer is finished."""
@@ -60,50 +67,55 @@ class GateState:
         return self.loaded
 
     def explored(self, batch: int) -> None:
+        """Note that `batch` is complete."""
         self._exploring.discard(batch)
 
     @property
-    def playing(self) -> bool:
-        """Return whether a group (paced one by one) or a batch is being explored."""
-        return self.groups > 0 if self.schedule.by_group else bool(self._exploring)
+    def exploring(self) -> bool:
+        """Return whether a batch (or a group, if each needs a permission) is in progress."""
+        return self.num_groups > 0 if self.schedule.by_group else bool(self._exploring)
 
     @property
-    def both_wait(self) -> bool:
-        """Return whether no batch is being explored and the trainer needs one for its next step."""
-        return not self.playing and self.schedule.style == "fixed" and not self.schedule.offset
+    def on_policy_idle(self) -> bool:
+        """Return whether no batch is in progress in style fixed without offset: the next batch, and
+        so the next train step, waits for the version that is being loaded.
+        """
+        return not self.exploring and self.schedule.style == "fixed" and not self.schedule.offset
 
     def may_acquire(self, batch: int, group: int | None) -> bool:
-        """Return whether group `group` (None: a replacement) may start now, or training is over."""
+        """Return whether group `group` (None: a replacement) may start now; True once training is
+        over.
+        """
         if self.finished:
             return True
-        return not self.holding and (
+        return not self.blocked and (
             group is None or not self.schedule.by_group or self.may_start(batch, group)
         )
 
-    def allow(self, batch: int) -> None:
-        """Let `batch` start before its turn, because the next train step lacks rows."""
-        first = self.schedule.first_after(self.trained + 1)
+    def allow_early(self, batch: int) -> None:
+        """Let `batch` start early, because the next train step lacks rows."""
+        first = self.schedule.first_after(self.trained_step + 1)
         self._ahead = max(self._ahead, 0 if first is None else batch + 1 - first)
 
-    def wants(self, step: int) -> bool:
+    def is_requested(self, step: int) -> bool:
         """Return whether a waiting batch needs the weights of the trained `step` to start."""
         if not self.schedule.on_demand or self.loaded is None or step <= self.loaded.step:
             return False
         return any(
             self._allows(batch, None, step, step) and not self.may_start(batch)
-            for batch in self._waiting
+            for batch in self._requests
         )
 
     def _allows(self, batch: int, group: int | None, step: int, newest: int) -> bool:
-        prior = self._waiting.get(batch, -1)
+        prior = self._requests.get(batch, -1)
         return self.schedule.may_explore(
             batch, step, group=group, prior=prior, newest=newest, ahead=self._ahead
         )
 
     # ------------------------------------------------------------ versions
 
-    def label(self, version: Version) -> Version:
-        """Return the label of the next attempt to serve `version`."""
+    def next_attempt(self, version: Version) -> Version:
+        """Return `version` with the number of the next attempt to serve it."""
         tried = [v.attempt for v in self._rejected if v.published == version.published]
         return Version(version.lineage, version.step, max(tried, default=-1) + 1)
 
@@ -118,14 +130,16 @@ class GateState:
                 f"version {version} is not newer than {self.verified}, which is served"
             )
 
-    def verify(self, version: Version) -> None:
-        """Mark `version` as served: its rows count, earlier ones too."""
+    def mark_verified(self, version: Version) -> None:
+        """Note that the canary of `version` passed: its rows, also those generated before, may be
+        trained.
+        """
         self.loaded = self.verified = version
         self._verified.add(version)
-        self.trained = max(self.trained, version.step)
+        self.trained_step = max(self.trained_step, version.step)
 
-    def reject(self, version: Version) -> None:
-        """Mark an attempt whose rows never count."""
+    def mark_rejected(self, version: Version) -> None:
+        """Note a failed attempt, whose rows are never trained."""
         self._rejected.add(version)
 
     def is_verified(self, version: Version) -> bool:
@@ -135,9 +149,8 @@ class GateState:
         return version in self._rejected
 
     def is_decided(self, version: Version) -> bool:
-        """Return whether `version` is verified, or never can be.
-
-        A rejected version counts as decided once its replacement is served.
+        """Return whether nobody needs to wait for the canary of `version` any longer: it passed, a
+        later version or attempt is verified, or the version is of another lineage.
         """
         if version in self._verified or version.lineage != self._lineage:
             return True
@@ -149,27 +162,32 @@ class GateState:
         return (
             self.finished
             and self.verified is not None
-            and self.verified.published == Version(self._lineage, self.trained)
+            and self.verified.published == Version(self._lineage, self.trained_step)
         )
 
-    def failure(self, version: Version, reason: str, attempts: int, restored: str | None) -> str:
-        """Return the message why `version` is not served, with the engines' state.
+    def failure(
+        self, version: Version, reason: str, attempts: int, rollback_error: str | None
+    ) -> str:
+        """Return the error message for a `version` that is not served, with the engines' state.
 
-        `restored`: why the roll-back is not verified; None = it is.
+        `rollback_error`: why the roll-back is not verified; None = it is.
         """
         if self.verified is None:
             back = "It is the first version, so the run does not start."
-        elif restored is None:
+        elif rollback_error is None:
             back = (
                 f"The engines serve {self.verified} again, verified by its canary; resume from "
                 f"the last checkpoint."
             )
         else:
             back = (
-                f"The roll-back to {self.verified} is not verified ({restored}): restart the "
+                f"The roll-back to {self.verified} is not verified ({rollback_error}): restart the "
                 f"engines, then resume."
             )
-        return f"weights {version} are not served, {attempts} attempts, the last: {reason}. {back}"
+        return (
+            f"weights {version} could not be served (attempts: {attempts}); last error: {reason}. "
+            f"{back}"
+        )
 
     @property
     def served_text(self) -> str:

@@ -1,28 +1,32 @@
-"""Decide when weights move: two questions, answered from numbers alone.
+"""Decide which train steps publish their weights, and which weights an explore batch needs.
 
-Knows no clock, engine or buffer. Invariant: in every style a row is trained at most
-`staleness_bound` optimizer steps after the version that began it, and explorer or trainer can
-always continue.
+Pure arithmetic: depends on no clock, engine or buffer.  Invariant: in every style the staleness of
+a trained row is at most `staleness_bound`, and explorer and trainer never wait for each other.
 
-    style             step t publishes                    explore batch e waits for
-    fixed             t is a multiple of the interval k   weights of step >= k * floor((f(e) - s) / k), s the offset
-    trainer_driven    t is a multiple of k                nothing but `max_staleness`
-    explorer_driven   at the explorer's request           at e = s + k, s + 2k, ...: the newest weights, finished or in progress
-    fully_async       t is a multiple of k                its quota: groups that may begin in one window of k steps
+k: the interval, s: the offset.  Batch e (from 0) feeds the steps f(e) + 1 to l(e) + 1; with one
+batch for each step, f(e) = l(e) = e.
 
-Batch e (from 0) first feeds step f(e) + 1; with one batch for each step f(e) = e.  In every style
-batch e also waits for weights of step >= l(e) - max_staleness, where l(e) + 1 is the last step that
-it feeds.  It never waits for a step that itself needs batch e (no deadlock): the newest version
-below step t is at least that of step t - k, so any `max_staleness` >= k - 1 (plus the steps over
-which a batch is spread) can be kept; a lower one is refused.
+    style             step t publishes         explore batch e waits for
+    fixed             t is a multiple of k     weights of step >= k * floor((f(e) - s) / k)
+    trainer_driven    t is a multiple of k     nothing
+    explorer_driven   an explorer waits for t  if e = s + k, s + 2k, ...: weights newer than those of
+                                               its request, unless no step is newer or in training
+    fully_async       t is a multiple of k     its quota, see below
 
-fixed: batch e is trained when f(e) steps are done, so staleness <= f(e) - k * floor((f(e) - s) /
-k), at most s + k - 1.
+With `max_staleness` batch e also waits for weights of step >= l(e) - max_staleness (in style fixed
+the first rule implies it).  The steps below f(e) + 1 need no batch e, and the newest version among
+them is at least that of step f(e) + 1 - k; so a `max_staleness` below k - 1, plus the steps over
+which a batch is spread, could deadlock and is refused.
 
-fully_async: with `threshold` sigma and W units (groups, or rows) in a window of k steps, unit u may
-begin under the version of step v iff u < v * step_units + Q, Q = floor(W (1 + sigma)): the units
-begun but not consumed at the last sync never exceed Q.  So the last unit is at most floor((Q - 1) /
-step_units) steps old; sigma = 0 gives k - 1, the same as fixed without offset.
+fixed: batch e is trained when f(e) steps are done, so its staleness is at most f(e) - k *
+floor((f(e) - s) / k) <= s + k - 1.
+
+fully_async: a window is k steps, of W = k * step_units units (groups, or rows).  With `threshold`
+sigma, unit u may begin under the version of step v if u < v * step_units + Q, Q = floor(W (1 +
+sigma)): at most Q units have begun and not been consumed at the last sync.  E.g. k = 2 steps of 8
+groups and sigma = 0.5: Q = 24, so groups 0 to 23 may begin under version 0, and group 24 waits for
+version 2.  The last unit is at most floor((Q - 1) / step_units) steps old; sigma = 0 gives k - 1,
+as fixed without offset.
 
 If a train step does not take exactly one explore batch, `batch_units` and `step_units` count both
 in one unit (groups, or rows): f(e) = floor(e * batch_units / step_units).
@@ -45,7 +49,7 @@ class Schedule:
 
     `start_step`: step of the weights with which the run begins or resumes. `interval` counts train
     steps; in explorer_driven it counts explore batches.  `group_units` = units of one group of a batch.
-    `threshold` = share of a window that may begin beyond it (fully_async); None = no quota.
+    `threshold` = units that may begin beyond a window, as a share of it (fully_async); None = no quota.
 
     Raises ConfigError on a `max_staleness` that this schedule cannot keep.
     """
@@ -97,8 +101,8 @@ class Schedule:
     def least_staleness(self) -> int:
         """Return the lowest `max_staleness` that can be kept, if the explorer waits maximally."""
         if self.style == "fixed":
-            return self.offset + self.interval - 1 + self._spread
-        return (0 if self.style == "explorer_driven" else self.interval - 1) + self._spread
+            return self.offset + self.interval - 1 + self._batch_span
+        return (0 if self.style == "explorer_driven" else self.interval - 1) + self._batch_span
 
     @property
     def staleness_bound(self) -> int | None:
@@ -141,7 +145,7 @@ class Schedule:
         )
 
     @property
-    def _spread(self) -> int:
+    def _batch_span(self) -> int:
         """Return the most steps between training the first and the last row of a batch."""
         batch = self.batch_units
         step = self.step_units
@@ -159,7 +163,7 @@ class Schedule:
 
     @property
     def on_demand(self) -> bool:
-        """Return whether the explorer requests publications, instead of fixed train steps."""
+        """Return whether steps publish at the explorer's request, not at multiples of `interval`."""
         return self.style == "explorer_driven"
 
     @property
@@ -175,24 +179,24 @@ class Schedule:
         return self.on_demand and batch > self.offset and (batch - self.offset) % self.interval == 0
 
     def required_step(self, batch: int, group: int | None = None) -> int:
-        """Return the oldest train step whose weights may begin `batch`, or its group `group`."""
+        """Return the oldest train step whose weights may generate `batch`, or its group `group`."""
         # steps done before the first step that the batch feeds
-        first = batch * self.batch_units // self.step_units
-        need = 0
+        done_before = batch * self.batch_units // self.step_units
+        required = 0
         if self.style == "fixed":
-            need = (first - self.offset) // self.interval * self.interval
+            required = (done_before - self.offset) // self.interval * self.interval
         elif self.max_staleness is not None:
-            need = self._last_of(batch) - self.max_staleness
+            required = self._last_of(batch) - self.max_staleness
         if self.quota is not None:
             units = (
                 self.batch_units
                 if group is None
                 else min(self.batch_units, (group + 1) * self.group_units)
             )
-            begun = -(-(batch * self.batch_units + units - self.quota) // self.step_units)
-            # a step's own batch is never held back
-            need = max(need, min(begun, first - self.interval + 1))
-        return max(self.start_step, need)
+            by_quota = -(-(batch * self.batch_units + units - self.quota) // self.step_units)
+            # never block the batch that the next step needs
+            required = max(required, min(by_quota, done_before - self.interval + 1))
+        return max(self.start_step, required)
 
     def first_after(self, step: int) -> int | None:
         """Return the first explore batch that may be complete only after `step` was trained and a
@@ -231,8 +235,8 @@ class Schedule:
         step `published_step`.
 
         If the explorer requests weights first (`syncs_before`): `prior` = step of its weights at
-        the request, `newest` = newest step that is trained or in training.  `ahead` = batches that
-        steps took beyond their own because they lacked rows.
+        the request, `newest` = newest step that is trained or in training.  `ahead` = explore
+        batches that steps short of rows have taken early.
         """
         if published_step < self.required_step(max(0, batch - ahead), group):
             return False
@@ -240,9 +244,9 @@ class Schedule:
 
     # ------------------------------------------------------------ must step t publish?
 
-    def must_publish(self, step: int, *, demanded: bool = False) -> bool:
+    def must_publish(self, step: int, *, requested: bool = False) -> bool:
         """Return whether to publish the weights of `step`; a run's last step is always published.
 
-        `demanded`: an explorer waits for them; ignored in styles without requests.
+        `requested`: an explorer waits for them; only explorer_driven reads it.
         """
-        return demanded if self.on_demand else step % self.interval == 0
+        return requested if self.on_demand else step % self.interval == 0

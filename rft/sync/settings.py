@@ -27,14 +27,14 @@ from rft.types import noise
 
 Backend = Literal["gloo", "nccl"]
 _METHODS = ("memory", "checkpoint", "nccl")
-_OTHER_NAMES = {"offline": "checkpoint", "online": "nccl"}
+_TRINITY_NAMES = {"offline": "checkpoint", "online": "nccl"}
 
 
 def _method(value: str) -> str:
     if ":" in value:  # a transport plugin
         return value
     name = value.strip().lower()
-    name = _OTHER_NAMES.get(name, name)
+    name = _TRINITY_NAMES.get(name, name)
     if name not in _METHODS:
         plugin = (
             f"or your own transport: pkg.module:Name, path/file.py:Name.{nearest(name, _METHODS)}"
@@ -137,7 +137,7 @@ _OFFSET: int = safe_key(
 
 
 class FixedSync(SyncConfig):
-    """Both sides count steps."""
+    """The trainer publishes after every sync_interval steps; both sides wait."""
 
     sync_offset: units.ExploreStepsOr0 = _OFFSET
 

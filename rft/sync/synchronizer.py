@@ -1,22 +1,22 @@
 """Load one weight version at a time into all engines, verify it, and let explore batches start.
 
-Does not know how weights are computed or staged.  Invariant: engines run only with one complete
-version, and rows count (`wait_verified` returns True) only after the canary of the attempt that
-wrote them has passed.
+Independent of how weights are computed and staged.  Invariant: engines run only with one complete
+version, and rows are trained (`wait_verified` returns True) only after the canary of the attempt
+that generated them has passed.
 
-    publish:     engines load and resume -> canary, while rollouts of the version already run
-                 -> served
-    on failure:  roll back to the previous version, verified by its canary record
-                 -> next attempt, with its own label -> WeightSyncFailed
+    publish:     engines load and resume -> they answer the canary's probes, then explorers may
+                 begin with the version -> the trainer verifies the answers -> served
+    on failure:  roll back to the previous version, verified by its stored canary results
+                 -> next attempt, under its own number -> WeightSyncFailed
 
     engines.py  the set of engines, calls to all of them, restarts
-    update.py   one load, its proof, the roll-back
-    gate.py     which batches may start, which rows count: no waiting
+    update.py   one load, its canary, the roll-back
+    gate.py     which batches may start, which rows may be trained: no waiting
     waits.py    waits with names and deadlines
 
-Without partial rollouts, groups in progress end before the pause and no group starts meanwhile.  A
-dead engine is restarted with the newest verified version.  Engines that join are verified before
-they serve.
+Without partial rollouts, a sync waits until the groups in progress end, and no group starts before
+it is over.  A dead engine is restarted with the newest verified version.  Engines that join are
+verified before they serve.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ from rft.types.metrics import Metric
 from rft.types.ports import Engine, Scorer, Sender, WeightManifest
 
 log = logging.getLogger(__name__)
+_NO_EXPLORER = (
+    ", and none is there: start one (mode: explore), or raise synchronizer.sync_timeout.  "
+    "The run resumes from its last checkpoint when it is started again"
+)
 
 
 class Synchronizer:
@@ -84,7 +88,9 @@ class Synchronizer:
     # ------------------------------------------------------------ trainer's side
 
     async def publish(self, manifest: WeightManifest) -> list[Metric]:
-        """See `ports.WeightSync`.  When cancelled, restores the previous version first."""
+        """Load one version into all engines and verify it, see `ports.WeightSync`.  When cancelled,
+        restores the previous version first.
+        """
         while True:
             await self._wait_for_engines(manifest.version)
             async with self._publishing:
@@ -101,72 +107,75 @@ class Synchronizer:
     async def _publish(self, manifest: WeightManifest) -> list[Metric]:
         self._gate.check_order(manifest.version)
         try:
-            return await self._attempts(manifest)
+            return await self._publish_with_retries(manifest)
         except asyncio.CancelledError:
             log.warning("publishing %s was cancelled", manifest.version)
             await self._restore_although_cancelled()
             raise
 
-    async def _attempts(self, manifest: WeightManifest) -> list[Metric]:
+    async def _publish_with_retries(self, manifest: WeightManifest) -> list[Metric]:
+        """Try to serve the version, up to `retries` more times; roll back after each failure."""
         failures = 0
         while True:
-            version = self._gate.label(manifest.version)
+            version = self._gate.next_attempt(manifest.version)
             departures = self._engines.departures
             try:
                 began = time.perf_counter()
-                async with self._groups_ended(version):
+                async with self._without_groups(version):
                     waited = Metric("sync/wait_s", time.perf_counter() - began, "max")
                     return [waited, *await self._attempt(replace(manifest, version=version))]
             except Rejected as e:
                 log.error("version %s: %s", version, e)
-                restored = await self._restore()
-                # an engine that left is no failure of the weights
+                rollback_error = await self._restore()
+                # an attempt during which an engine left is no failure of the weights
                 failures += self._engines.departures == departures
-                if restored is not None or failures > self._runtime.retries:
+                if rollback_error is not None or failures > self._runtime.retries:
                     reason = self._gate.failure(
-                        manifest.version, str(e), max(1, failures), restored
+                        manifest.version, str(e), max(1, failures), rollback_error
                     )
                     await self.fail(WeightSyncFailed(reason))
                 await self._waits.changed()
             self._waits.raise_failure()
 
     async def _attempt(self, manifest: WeightManifest) -> list[Metric]:
-        async def resumed() -> None:
+        """Try once; batches may start when the engines are open, before the canary is verified."""
+
+        async def open_gate() -> None:
             self._gate.loaded = manifest.version
             await self._waits.changed()
 
         try:
-            waves = await self._updates.run(manifest, resumed, idle=self._gate.both_wait)
+            waves = await self._updates.run(manifest, open_gate, idle=self._gate.on_policy_idle)
         except BaseException:
             if self._updates.provisional == manifest.version:
-                self._gate.reject(manifest.version)
+                self._gate.mark_rejected(manifest.version)
             raise
         idle_share = self._idle.window()
-        self._gate.verify(manifest.version)
+        self._gate.mark_verified(manifest.version)
         await self._waits.changed()
         restarts = self._engines.take_restarts()
         bound = self._gate.schedule.staleness_bound
         return [*_run_metrics(restarts, bound, idle_share), *metrics(manifest, waves)]
 
     async def step_finished(self, step: int, *, finished: bool = False) -> bool:
-        self._gate.trained = max(step, self._gate.trained)
+        self._gate.trained_step = max(step, self._gate.trained_step)
         self._gate.finished = finished or self._gate.finished
         await self._waits.changed()
-        return self._gate.wants(step)
+        return self._gate.is_requested(step)
 
     async def wait_for_demand(self, step: int) -> bool:
         """See `ports.WeightSync`.  Has no deadline: the trainer's wait for rows has one."""
         gate = self._gate
-        demand = gate.demand = object()
+        this_wait = gate.trainer_wait = object()
         await self._waits.changed()
         await self._waits.without_deadline(
-            lambda: gate.demand is not demand or gate.finished or gate.wants(step)
+            lambda: gate.trainer_wait is not this_wait or gate.finished or gate.is_requested(step)
         )
-        return gate.wants(step)
+        return gate.is_requested(step)
 
     async def step_started(self, step: int) -> None:
         """See `ports.WeightSync`.  Engines on the trainer's GPUs sleep until the next load."""
-        self._gate.demand = None
+        self._gate.trainer_wait = None
         await self._waits.changed()
         if self._runtime.in_turns:
             async with self._publishing:
@@ -177,9 +186,9 @@ class Synchronizer:
         log.info(
             "explore batch %d may begin before its turn: step %d lacks rows",
             batch,
-            self._gate.trained + 1,
+            self._gate.trained_step + 1,
         )
-        self._gate.allow(batch)
+        self._gate.allow_early(batch)
         await self._waits.changed()
 
     # ------------------------------------------------------------ explorer's side
@@ -193,12 +202,12 @@ class Synchronizer:
         gate = self._gate
         who = f"explore batch {batch}"
         await self._wait(
-            lambda: gate.batches_before_are_done(batch), who, f"the explore batches before {batch}"
+            lambda: gate.may_request(batch), who, f"the explore batches before {batch}"
         )
         whom = f"weights of train step {gate.schedule.required_step(batch)} or later"
         if gate.schedule.syncs_before(batch):
             whom = "the newest weights"
-        gate.ask(batch)
+        gate.request(batch)
         await self._waits.changed()
         try:
             with self._idle.waiting():
@@ -206,9 +215,9 @@ class Synchronizer:
                     lambda: gate.may_start(batch, 0 if gate.schedule.by_group else None), who, whom
                 )
         finally:
-            gate.stop_asking(batch)
+            gate.end_request(batch)
         version = gate.start(batch)
-        self._idle.busy(gate.playing)
+        self._idle.busy(gate.exploring)
         return version
 
     async def acquire_group(self, batch: int, group: int | None) -> bool:
@@ -218,13 +227,13 @@ class Synchronizer:
                 f"a group of explore batch {batch}",
                 "newer weights",
             )
-        self._gate.groups += not self._gate.finished
-        self._idle.busy(self._gate.playing)
+        self._gate.num_groups += not self._gate.finished
+        self._idle.busy(self._gate.exploring)
         return not self._gate.finished
 
     async def release_group(self) -> None:
-        self._gate.groups -= 1
-        self._idle.busy(self._gate.playing)
+        self._gate.num_groups -= 1
+        self._idle.busy(self._gate.exploring)
         await self._waits.changed()
 
     async def wait_verified(self, version: Version) -> bool:
@@ -243,7 +252,7 @@ class Synchronizer:
 
     async def explored(self, batch: int) -> None:
         self._gate.explored(batch)
-        self._idle.busy(self._gate.playing)
+        self._idle.busy(self._gate.exploring)
         await self._waits.changed()
 
     async def wait_final(self) -> Version:
@@ -323,16 +332,16 @@ class Synchronizer:
     # ------------------------------------------------------------ inside
 
     @asynccontextmanager
-    async def _groups_ended(self, version: Version) -> AsyncIterator[None]:
+    async def _without_groups(self, version: Version) -> AsyncIterator[None]:
         """Without partial rollouts: no group is in progress inside the block."""
-        self._gate.holding = not self._config.partial_rollout
+        self._gate.blocked = not self._config.partial_rollout
         try:
-            if self._gate.holding:
+            if self._gate.blocked:
                 whom = "groups in progress (partial_rollout is off)"
-                await self._wait(lambda: not self._gate.groups, f"version {version}", whom)
+                await self._wait(lambda: not self._gate.num_groups, f"version {version}", whom)
             yield
         finally:
-            self._gate.holding = False
+            self._gate.blocked = False
             await self._waits.changed()
 
     async def _restore(self) -> str | None:
@@ -367,8 +376,8 @@ class Synchronizer:
     async def _wait(self, done: Callable[[], bool], who: str, whom: str) -> None:
         def remedy() -> str:
             return (
-                f" and the trainer did nothing in that time (trained step {self._gate.trained}, "
-                f"served {self._gate.served_text}). "
+                f" and the trainer did nothing in that time (trained step "
+                f"{self._gate.trained_step}, served {self._gate.served_text}). "
                 "Raise synchronizer.sync_timeout if a train step takes longer."
             )
 
@@ -377,16 +386,10 @@ class Synchronizer:
     async def _wait_for_engines(self, version: Version) -> None:
         if self._engines.numbers:
             return
-        log.info("version %s waits for an explorer to join", version)
-        remedy = (
-            ", and none is there: start one (mode: explore), or raise synchronizer.sync_timeout.  "
-            "The run resumes from its last checkpoint when it is started again"
-        )
+        whom = "an explorer to join"
+        log.info("version %s waits for %s", version, whom)
         await self._waits.until(
-            lambda: bool(self._engines.numbers),
-            f"version {version}",
-            "an explorer to join",
-            lambda: remedy,
+            lambda: bool(self._engines.numbers), f"version {version}", whom, lambda: _NO_EXPLORER
         )
 
 

@@ -121,7 +121,7 @@ class _Simulated:
                 and self.training is None
                 and not self._may_explore(batch, self._version)
             ):
-                self._publish(demanded=self._may_explore(batch, done))
+                self._publish(requested=self._may_explore(batch, done))
             if self.syncing is not None or not self._may_explore(batch, self._version):
                 return
             self.exploring.append(_Work(batch, self._now, self._explore_s, self._version))
@@ -148,7 +148,7 @@ class _Simulated:
             self.trained.append(self._ended(self.training))
             self.training, done, batch = None, len(self.trained), len(self.explored)
             self._publish(
-                demanded=not self.exploring
+                requested=not self.exploring
                 and self._may_explore(batch, done)
                 and not self._may_explore(batch, self._version)
             )
@@ -170,9 +170,9 @@ class _Simulated:
             [(self.training, speed)] if self.training is not None else []
         )
 
-    def _publish(self, *, demanded: bool) -> None:
+    def _publish(self, *, requested: bool) -> None:
         done = len(self.trained)
-        if done > self._version and self._schedule.must_publish(done, demanded=demanded):
+        if done > self._version and self._schedule.must_publish(done, requested=requested):
             self.syncing = _Work(done, self._now, self._sync_s, done)
             if not self._sync_s:
                 self._version = done

@@ -1,26 +1,27 @@
 """One weight update: load a version into the engines, verify that they serve it, and roll back if
 they do not.
 
-    update:   pause -> load and check the reports -> resume
-              -> probes, then explorers may begin with the version -> the trainer scores the probes
+    update:   pause -> load and check the reports -> resume -> answer the canary's probes, then
+              explorers may begin with the version -> the trainer verifies the answers
     rolling:  drain -> the same -> admit, a few engines after the other,
               while the others serve the previous version
-    restore:  pause -> load the previous version -> resume -> compare with its canary record
-              -> admit
-    sleep:    pause -> sleep, until one of them; for engines that share their GPUs with the trainer
+    restore:  pause -> load the previous version -> resume -> compare the probes with its earlier
+              ones -> admit
+    sleep:    pause -> sleep, until the next update or restore; for engines that share their GPUs
+              with the trainer
 
-The probes come first because they are short: after the prompts of a batch or an evaluation they
-would wait for all of these.  Idle engines get new work together with the probes, since eight more
-rows hardly slow a generation step. In a rolling update an engine accepts requests again
-only after its canary, so clients never meet unverified weights.  A failure concerns only the
-touched engines: the others never stop.  Engines that share CPUs with the trainer pause while it
-scores.
+The probes come first, because they are short: queued behind the prompts of a batch or an evaluation
+they would wait for all of these.  Idle engines get new work together with the probes, since these
+few rows (`canary_prompts`) hardly slow a generation step.  In a rolling update an engine accepts
+requests again only after its canary, so clients never meet unverified weights.  A failure pauses
+only the engines being updated.  Engines that share CPUs with the trainer pause while it recomputes
+the log-probs of the probes.
 
 A broadcast version is loaded in rounds: the trainer sends while the engines receive, and no side
 waits for a failed engine.
 
-Knows the engines, not their explorers.  Invariant: after `run` or `restore` the engines serve one
-complete verified version, or the error says that they do not.
+Depends on engines, not on their explorers.  Invariant: after `run` or `restore` the engines serve
+one complete verified version, or the error says that they do not.
 """
 
 from __future__ import annotations
@@ -162,38 +163,40 @@ class WeightUpdates:
         self._canary = canary
         self._rounds = rounds
         self.manifest: WeightManifest | None = None
-        self._records: dict[int, Probe] = {}  # canary of `manifest`, by engine
+        self._probes: dict[int, Probe] = {}  # the canary's probes of `manifest`, by engine
+        # one of them, also after all engines have left
+        self._first_probe: tuple[Probe, ...] = ()
         # engines whose weights may differ from `manifest`
-        self._touched: set[int] = set()
+        self._changed: set[int] = set()
         self._asleep = False
-        # unverified version under which engines may have written
+        # unverified version with which engines may have generated
         self.provisional: Version | None = None
-        self._proofs: tuple[Probe, ...] = ()  # one record, kept even if all engines have left
 
     async def run(
         self,
         manifest: WeightManifest,
-        resumed: Callable[[], Awaitable[None]],
+        on_open: Callable[[], Awaitable[None]],
         *,
         idle: bool = False,
     ) -> list[Wave]:
-        """Serve `manifest`.
+        """Load the version of `manifest` into all engines and verify it.
 
-        `resumed` is awaited once all engines have answered the probes, or together with the probes
-        if the engines are `idle`. Raises Rejected, NoEngines.
+        `on_open` is awaited once all engines have answered the probes, or together with the probes
+        if the engines are `idle`; never for the first version, which must be verified before work
+        begins.  Raises Rejected, NoEngines.
         """
         began = time.perf_counter()
-        self._touched |= set(await self._engines.restart_dead())
+        self._changed |= set(await self._engines.restart_dead())
         waves: list[Wave] = []
         remaining = list(self._engines.numbers)
-        rolling = self._rolls and self.manifest is not None
+        rolling = self._rolling and self.manifest is not None
         while remaining:
             size = self._runtime.at_a_time if rolling else None
             numbers = remaining[:size]
             remaining = remaining[size or len(remaining) :]
             try:
-                opens = resumed if not remaining and self.manifest is not None else _nothing
-                waves.append(await self._wave(manifest, numbers, began, rolling, opens, idle))
+                opening = on_open if not remaining and self.manifest is not None else _nothing
+                waves.append(await self._wave(manifest, numbers, began, rolling, opening, idle))
             except NoEngines:
                 if not self._engines.numbers:
                     raise
@@ -202,9 +205,9 @@ class WeightUpdates:
             raise NoEngines
         self.manifest = manifest
         probes = {i: p for wave in waves for i, p in wave.probes.items()}
-        self._records = {i: p for i, p in probes.items() if i in self._engines}
-        self._proofs = tuple(probes.values())[:1]
-        self._touched.clear()
+        self._probes = {i: p for i, p in probes.items() if i in self._engines}
+        self._first_probe = tuple(probes.values())[:1]
+        self._changed.clear()
         return waves
 
     async def _wave(
@@ -213,10 +216,11 @@ class WeightUpdates:
         numbers: Sequence[int],
         began: float,
         rolling: bool,
-        opens: Callable[[], Awaitable[None]],
+        on_open: Callable[[], Awaitable[None]],
         idle: bool,
     ) -> Wave:
-        self._touched |= set(numbers)
+        """Update the engines `numbers` together; `began`: start of the work of this wave."""
+        self._changed |= set(numbers)
         if rolling:
             await self._engines.ask_all("drain", lambda e: e.drain(self._runtime.drain_s), numbers)
         drained = time.perf_counter()
@@ -226,13 +230,13 @@ class WeightUpdates:
         loaded = time.perf_counter()
         self.provisional = manifest.version
         await self._resume(numbers)
-        at = time.perf_counter()
+        resumed = time.perf_counter()
         probing = self._engines.ask_all(
             "probe", lambda e: self._canary.probe(e, manifest.version), numbers
         )
-        probes, _ = await asyncio.gather(probing, opens() if idle else _nothing())
+        probes, _ = await asyncio.gather(probing, on_open() if idle else _nothing())
         if not idle:
-            await opens()
+            await on_open()
         probed = time.perf_counter()
         if self._runtime.shares_cores:
             await self._pause(numbers, clear=False)
@@ -242,13 +246,22 @@ class WeightUpdates:
         if rolling:
             await self._engines.ask_all("admit", lambda e: e.admit(), numbers)
         ended = time.perf_counter()
-        opened = ended if self.manifest is None else at if idle else probed
         return Wave(
-            probes, reports, verdict, began, drained, paused, loaded, at, opened, probed, ended
+            probes=probes,
+            reports=reports,
+            verdict=verdict,
+            began=began,
+            drained=drained,
+            paused=paused,
+            loaded=loaded,
+            resumed=resumed,
+            opened=ended if self.manifest is None else resumed if idle else probed,
+            probed=probed,
+            ended=ended,
         )
 
     @property
-    def _rolls(self) -> bool:
+    def _rolling(self) -> bool:
         return self._runtime.at_a_time is not None
 
     async def sleep(self, step: int) -> None:
@@ -287,14 +300,14 @@ class WeightUpdates:
         for index, now in probes.items():
             try:
                 self._canary.prove_same(
-                    now, self._records[index] if index in self._records else self._proofs[0]
+                    now, self._probes[index] if index in self._probes else self._first_probe[0]
                 )
             except WeightSyncFailed as e:
                 raise Rejected(f"engine {index}: {e}") from e
-            self._records.setdefault(index, now)
-        if self._rolls:
+            self._probes.setdefault(index, now)
+        if self._rolling:
             await self._engines.ask_all("admit", lambda e: e.admit(), numbers)
-        self._touched -= set(numbers)
+        self._changed -= set(numbers)
 
     async def restore(self) -> str | None:
         """Serve the verified version again; return None, or why it failed.  Raises NoEngines."""
@@ -303,8 +316,8 @@ class WeightUpdates:
         reason: str | None = None
         for _ in range(self._runtime.retries + 1):  # another engine may die during the roll-back
             try:
-                self._touched |= set(await self._engines.restart_dead())
-                if numbers := [i for i in self._engines.numbers if i in self._touched]:
+                self._changed |= set(await self._engines.restart_dead())
+                if numbers := [i for i in self._engines.numbers if i in self._changed]:
                     await self.sync(numbers, self.manifest)
                 return None
             except Rejected as e:
@@ -345,8 +358,8 @@ class WeightUpdates:
 
     async def _verify(self, probes: Mapping[int, Probe], numbers: Sequence[int]) -> Verdict:
         before = (
-            tuple(p for i, p in self._records.items() if i in numbers and i in self._engines)
-            or self._proofs
+            tuple(p for i, p in self._probes.items() if i in numbers and i in self._engines)
+            or self._first_probe
         )
         try:
             async with asyncio.timeout(self._config.sync_timeout):

@@ -1,7 +1,7 @@
 """Waits of one event loop: each has a name and a deadline, rechecks at every change, and ends with
 the first failure.
 
-Knows nothing of weights.  Invariant: after `fail` every wait, now or later, raises that failure.
+Independent of weights.  Invariant: after `fail` every wait, now or later, raises that failure.
 """
 
 from __future__ import annotations

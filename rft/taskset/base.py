@@ -1,6 +1,6 @@
 """Tasksets, sources of rows, and the conversion of a row into a task.
 
-Knows neither engines nor rewards (a task carries their names).
+Depends on neither engines nor rewards (a task carries their names).
 Invariant: `task(i)` depends only on the source and `i`.
 """
 

@@ -1,10 +1,9 @@
 """Render chats and count their tokens with a model folder's tokenizer and chat template, using only
 `tokenizers` and `jinja2`.
 
-Knows the Hugging Face folder layout, neither torch nor transformers.  Messages that a workflow adds
-to a chat are not counted.
-Invariant: the text equals the engine's; the same files and rows leave out the same rows, however
-many processes count.
+Depends on the Hugging Face folder layout, on neither torch nor transformers.  Messages that a
+workflow adds to a chat are not counted.  Invariant: the text equals the engine's; the same files
+and rows leave out the same rows, however many processes count.
 """
 
 from __future__ import annotations
@@ -272,18 +271,17 @@ def find_model(path: str, key: str = KEY) -> Path:
     if (snapshot := modelfiles.snapshot(path)) is not None:
         return snapshot
     if modelfiles.HUB_ID.fullmatch(path):
-        raise ConfigError(
-            f"{path!r} is neither a folder nor a model in the local hub cache "
-            f"({modelfiles.hub_cache()}).{_near(folder)}  "
-            + (
-                f"Write the tiny model with `python -m rft.testing.tiny {path}`"
-                if folder.name == "tiny-model"
-                else f"Download it first (`hf download {path}`), or write the path of a folder"
-            ),
-            key=key,
-            given=path,
-        )
-    raise ConfigError(f"folder {path} does not exist.{_near(folder)}", key=key, given=path)
+        found = f"{path!r} is neither a folder nor a model in the local hub cache ({modelfiles.hub_cache()})"
+        download = f"hf download {path}"
+    else:
+        found = f"folder {path} does not exist"
+        download = f"hf download NAME --local-dir {path}"
+    remedy = (
+        f"Write the tiny model with `python -m rft.testing.tiny {path}`"
+        if folder.name == "tiny-model"
+        else f"Download the model first (`{download}`), or write the path of a model folder"
+    )
+    raise ConfigError(f"{found}.{_near(folder)}  {remedy}", key=key, given=path)
 
 
 def _near(path: Path) -> str:

@@ -1,7 +1,7 @@
 """Find near-duplicate sequences by MinHash (Broder 1997) and banding.
 
-Uses only numpy, so that the answers of a step take a fraction of a second.  Knows numbers and
-texts; no tasks.
+Uses only numpy, so that the answers of a step take a fraction of a second.  Depends on numbers and
+texts, on no tasks.
 Invariant: the same sequences give the same result in every process.
 """
 

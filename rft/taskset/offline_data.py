@@ -1,7 +1,7 @@
 """Data sets for offline training as tokens: chats to imitate, texts to continue, preference pairs,
 answers with labels.
 
-Knows the tokenizer's files (`chatfiles`) and the rows of a taskset, no losses.
+Depends on the tokenizer's files (`chatfiles`) and the rows of a taskset, on no losses.
 Invariant: the tokens before an answer equal an engine's prompt, and the trained part of an answer
 equals a model's generation, including its end token and nothing after.
 """

@@ -1,7 +1,7 @@
 """The task pipeline: apply operators to rows of files once before the run, order and cut the rows,
 and write the file that a taskset reads.
 
-Knows neither engine nor buffer.
+Depends on neither engine nor buffer.
 Invariant: the file appears complete or not at all, next to a note of its inputs; a file made from
 other inputs is never used and never overwritten.
 """

@@ -2,8 +2,8 @@
 `python -m rft.taskset.template_worker`.
 
 A template comes from a model's folder or a data set, and one call of a filter can take any memory
-and time.  Knows Jinja's sandbox, used as transformers does.  Invariant: no template runs in the
-process that asks.
+and time.  Depends on Jinja's sandbox, used as transformers does.  Invariant: no template runs in
+the process that asks.
 """
 
 from __future__ import annotations

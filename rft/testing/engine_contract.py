@@ -6,9 +6,9 @@
             ...
             yield Subject(engine, weights, tied, tmp_path)   # running, with `weights` loaded as version 1:0
 
-Needs pytest with asyncio_mode=auto.  Knows engines only through `rft.types.ports.Engine` and writes
-published weights itself.  One engine may serve all tests; each test leaves it running with the
-weights it loaded.
+Needs pytest with asyncio_mode=auto.  Depends on engines only through `rft.types.ports.Engine` and
+writes published weights itself.  One engine may serve all tests; each test leaves it running with
+the weights it loaded.
 """
 
 from __future__ import annotations

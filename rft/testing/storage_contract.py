@@ -5,8 +5,8 @@ to users.
         def settings(self, folder):
             return BufferSettings(folder=folder, storage_type="duck")
 
-Needs pytest with asyncio_mode=auto.  Knows storages only through `Buffer`, and tests nothing that
-only the ledger decides; expectations after a restart depend on `durable`.
+Needs pytest with asyncio_mode=auto.  Depends on storages only through `Buffer`, and tests nothing
+that only the ledger decides; expectations after a restart depend on `durable`.
 """
 
 from __future__ import annotations

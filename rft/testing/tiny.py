@@ -1,9 +1,9 @@
 """A tiny language model and a task that it learns from scratch, for tests and for `examples/tiny`.
 
 The model is a random Llama of about 0.3 million parameters with a byte-level tokenizer and a chat
-template; nothing is downloaded.  The task is to copy the digit in the prompt.  Knows nothing of
-engines, trainer or configuration.
-Invariant: the same seed writes the same weights and the same rows.
+template; nothing is downloaded.  The task is to copy the digit in the prompt.  Depends on nothing
+of engines, trainer or configuration.  Invariant: the same seed writes the same weights and the same
+rows.
 
     python -m rft.testing.tiny FOLDER      writes the model
 """

@@ -1,7 +1,7 @@
 """The result of a played task, and its text form: messages by role, tool calls, rewards by part,
 trained tokens.
 
-Knows results only.
+Depends on results only.
 Invariant: no text of a model or data set can drive the terminal.
 """
 

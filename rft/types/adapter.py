@@ -1,6 +1,6 @@
 """Names of an adapter's tensors, as peft writes them, and its description for engines.  Torch-free.
 
-Knows neither files nor layers.  Invariant: `split` undoes `key`.
+Depends on neither files nor layers.  Invariant: `split` undoes `key`.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ _BY_NAME = {
     np.dtype(t).str: np.dtype(t) for t in (*_DTYPES.values(), np.uint8, np.uint16, np.float16)
 }
 # not written where they have this value
-_RARE = {"credit": "run", "teacher_spans": ()}
+_RARE: dict[str, Any] = {"credit": "run", "teacher_spans": (), "images": ()}
 _RARE_ARRAYS = ("routed_experts", "teacher_top_ids", "teacher_top_logprobs")
 _PAD = [b"\0" * (-n % _ALIGN) for n in range(_ALIGN)]
 
@@ -171,8 +171,8 @@ def _pack(row: Experience) -> tuple[bytes, list[Buffer], int]:
     size = 0
     # defaults of rare fields are not written
     rare = [(name, value) for name in _RARE_ARRAYS if (value := fields.pop(name)) is not None]
-    for name in ("credit", "teacher_spans"):
-        if fields[name] == _RARE[name]:
+    for name, usual in _RARE.items():
+        if fields[name] == usual:
             del fields[name]
     arrays_by_name = [(name, fields.pop(name)) for name in _DTYPES]
     for name, value in (*arrays_by_name, *rare):

@@ -14,6 +14,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from rft.types.ids import Version
+from rft.types.images import Image, ImagePlace
 from rft.types.readonly import freeze
 from rft.types.task import SamplingArgs
 from rft.types.thoughts import THINK, THINK_END, closes, split_thought
@@ -52,6 +53,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     tool_calls: tuple[dict[str, Any], ...] = ()  # of a tool-call parser, in OpenAI's form
     # [P + R - 1, layers, experts], see rft.types.experts; None: unknown
     routed_experts: np.ndarray | None = None
+    images: tuple[ImagePlace, ...] = ()  # of the prompt
     # (prompt, answer) tokens counted by a server that does not report them
     usage: tuple[int, int] | None = None
 
@@ -163,6 +165,7 @@ class Turn(Struct, frozen=True, kw_only=True):
     teacher: TokenScores | None = None  # of the same tokens
     mask: np.ndarray | None = None  # bool [R], True for trained tokens; None = all
     tools: tuple[dict[str, Any], ...] = ()  # offered to the model
+    images: tuple[Image, ...] = ()  # that its messages show
 
     def __post_init__(self) -> None:
         freeze(self, "messages", "info", "mask", "tools")

@@ -1,6 +1,6 @@
 """Difference of two versions of 16-bit weights, most of which do not change in a step.
 
-Knows numpy only.  A change is a bitmap of the 16-bit words that differ, and their new values.
+Depends on numpy only.  A change is a bitmap of the 16-bit words that differ, and their new values.
 """
 
 from __future__ import annotations

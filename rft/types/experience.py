@@ -1,4 +1,6 @@
-"""`Experience`, the record that travels from explorer to trainer.  It is complete and immutable."""
+"""`Experience`, the record that travels from explorer to trainer.  It is immutable and holds all
+that training needs of a row.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from rft.types import experts
 from rft.types.completion import Completion, Credit, VersionSpan
 from rft.types.credit import ScoredRow
 from rft.types.ids import ExperienceId, GroupId, Version
+from rft.types.images import ImagePlace
 from rft.types.task import SamplingArgs
 
 Status = Literal["complete", "truncated", "failed"]
@@ -44,7 +47,7 @@ class Experience(Struct, frozen=True, kw_only=True):
     Example: prompt P (3 tokens), answer A (2):
         tokens = P + A        loss_mask = 0 0 0 1 1        logprobs = 0 0 0 -.2 -.9
 
-    A failed run is a header row: T = 0, status "failed" and a `reason`; it is never trained.
+    A failed run is a row without tokens (T = 0), with status "failed" and a `reason`.
     """
 
     id: ExperienceId
@@ -52,28 +55,32 @@ class Experience(Struct, frozen=True, kw_only=True):
     task_index: int  # row of the taskset
     workflow: str
     status: Status
-    # error of a failed run, or the operator that dropped the row; such a row is never trained
+    # why the row is never trained: the error of a failed run, or the operator that dropped it
     reason: str = ""
     finish_reason: str = ""
     tokens: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # bool [T], True where the policy's own tokens are trained
     logprobs: np.ndarray  # float32 [T], of the sampling policy; 0 where loss_mask is False
-    has_logprobs: bool = True
+    has_logprobs: bool = True  # False: from an external server that reports none
     version_spans: tuple[VersionSpan, ...] = ()  # which weights wrote which of the T tokens
     sampling: tuple[SamplingRecord, ...] = ()
     reward: float | None = None  # None = not scored; never trained
-    credit: Credit = "run"  # scope of the reward, see rft.types.credit
+    credit: Credit = "run"  # what the reward is of: the whole run, or the row's own calls ("step")
     reward_parts: dict[str, float] = field(default_factory=dict)
-    token_rewards: np.ndarray | None = None  # float32 [T]
+    token_rewards: np.ndarray | None = (
+        None  # float32 [T]; token-level advantages read it, not `reward`
+    )
     teacher_logprobs: np.ndarray | None = None  # float32 [T]
-    # weights of the teacher that scored the tokens; 1:0 for a model whose weights are fixed
+    # versions of the teacher that scored the tokens; lineage 1, step 0 for fixed weights
     teacher_spans: tuple[VersionSpan, ...] = ()
     # the teacher's k most likely tokens at each of the R tokens of `teacher_spans`, see TokenScores
     teacher_top_ids: np.ndarray | None = None  # int32 [R, k]
     teacher_top_logprobs: np.ndarray | None = None  # float16 [R, k + 1]
-    # uint8 or uint16 [P, layers, experts]: the engine's choice, P <= T, see rft.types.experts
+    # uint8 or uint16 [P, layers, experts]: the experts to which the engine's mixture-of-experts
+    # layers routed the first P <= T tokens, see rft.types.experts
     routed_experts: np.ndarray | None = None
-    is_expert: bool = False  # written by an expert, not sampled by the policy
+    images: tuple[ImagePlace, ...] = ()  # in their order among the tokens
+    is_expert: bool = False  # a demonstration, not sampled by the policy
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     prompt_text: str = ""
@@ -107,12 +114,12 @@ class Experience(Struct, frozen=True, kw_only=True):
         return int(np.count_nonzero(self.loss_mask))
 
     @property
-    def taught(self) -> np.ndarray:
+    def teacher_mask(self) -> np.ndarray:
         """bool [T], the tokens that a teacher scored."""
-        taught = np.zeros(len(self.tokens), np.bool_)
+        mask = np.zeros(len(self.tokens), np.bool_)
         for span in self.teacher_spans:
-            taught[span.start : span.end] = True
-        return taught
+            mask[span.start : span.end] = True
+        return mask
 
     @property
     def oldest_version(self) -> Version | None:
@@ -175,7 +182,7 @@ def failed(
     reason: str,
     info: dict[str, Any] | None = None,
 ) -> Experience:
-    """Make the header row of a run that ended without a usable sequence."""
+    """Make the row without tokens of a run that ended without a usable sequence."""
     return Experience(
         id=id,
         taskset=taskset,
@@ -251,6 +258,7 @@ def _joined(completions: Sequence[Completion]) -> dict[str, Any]:
     logps: list[np.ndarray] = []
     spans: list[VersionSpan] = []
     sampling: list[SamplingRecord] = []
+    images: tuple[ImagePlace, ...] = ()
     clipped = 0
     for n, c in enumerate(completions):
         call = f"model call {n}"
@@ -258,7 +266,11 @@ def _joined(completions: Sequence[Completion]) -> dict[str, Any]:
         _check_array(f"{call}: tokens", c.tokens, INT32, len(c.tokens))
         _check_array(f"{call}: logprobs", c.logprobs, FLOAT32, len(c.logprobs))
         start = len(c.prompt_tokens)
-        if start < len(tokens) or not np.array_equal(c.prompt_tokens[: len(tokens)], tokens):
+        if (
+            start < len(tokens)
+            or not np.array_equal(c.prompt_tokens[: len(tokens)], tokens)
+            or c.images[: len(images)] != images
+        ):
             raise ValueError(
                 f"{call}: its prompt does not continue the {len(tokens)} tokens before it; "
                 f"append to the messages and change none, "
@@ -278,6 +290,7 @@ def _joined(completions: Sequence[Completion]) -> dict[str, Any]:
             )
         )
         tokens = np.concatenate([c.prompt_tokens, c.tokens]).astype(np.int32, copy=False)
+        images = c.images
     return {
         "tokens": tokens,
         # external servers report `usage` and no tokens
@@ -288,6 +301,7 @@ def _joined(completions: Sequence[Completion]) -> dict[str, Any]:
         "sampling": tuple(sampling),
         "clipped_logprobs": clipped,
         "routed_experts": experts.joined([c.routed_experts for c in completions]),
+        "images": images,
     }
 
 
@@ -308,7 +322,9 @@ def check(x: Experience) -> None:
     if x.routed_experts is not None:
         experts.check(x.routed_experts, n)
     if x.teacher_top_ids is not None or x.teacher_top_logprobs is not None:
-        _check_top(x.teacher_top_ids, x.teacher_top_logprobs, int(np.count_nonzero(x.taught)))
+        _check_top(x.teacher_top_ids, x.teacher_top_logprobs, int(np.count_nonzero(x.teacher_mask)))
+    if x.images:
+        _check_images(x)
     one_span = n > 0 and _has_one_span(x)
     if n:
         _check_values(x, one_span=one_span)
@@ -343,6 +359,19 @@ def _check_top(ids: np.ndarray | None, logprobs: np.ndarray | None, count: int) 
         raise ValueError("teacher_top_ids: negative, or twice at one position")
     if not (np.isfinite(logprobs).all() and (logprobs <= 0).all()):
         raise ValueError("teacher_top_logprobs: must be finite and at most 0")
+
+
+def _check_images(x: Experience) -> None:
+    end = 0
+    for place in x.images:
+        if not end <= place.start < place.start + place.length <= len(x.tokens):
+            raise ValueError(
+                f"images: [{place.start}, {place.start + place.length}) is outside the "
+                f"{len(x.tokens)} tokens, empty, or overlaps the image before it"
+            )
+        end = place.start + place.length
+        if x.loss_mask[place.start : end].any():
+            raise ValueError("images: the loss mask marks tokens of an image, which nobody wrote")
 
 
 def _check_reward(name: str, value: float | None) -> None:

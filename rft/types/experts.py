@@ -2,7 +2,7 @@
 
 An array of experts is unsigned [P, L, K]: the K chosen experts in each of L layers, for the first P
 positions of a sequence.  Later positions are unknown: the last token of an answer is not computed.
-Knows the configuration keys of transformers.
+Depends on the configuration keys of transformers.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 Reduction = Literal["mean", "max", "min", "sum", "last"]
 Role = Literal["explorer", "trainer", "synchronizer", "eval"]
@@ -24,7 +25,7 @@ class MetricRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     role: Role
     step: int
-    time: float  # seconds since the epoch
+    time: float = field(default_factory=time.time)  # seconds since the epoch
     values: dict[str, float]
     notes: tuple[str, ...] = ()  # messages for people
 

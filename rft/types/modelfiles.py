@@ -1,6 +1,7 @@
 """A model's folder: its place in the hub's cache, its files, vocabulary size and fingerprint.
 
-Torch-free; knows no layers.  Invariant: the fingerprint does not depend on the split into files.
+Torch-free; depends on no layers.  Invariant: the fingerprint does not depend on the split into
+files.
 """
 
 from __future__ import annotations

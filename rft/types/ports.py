@@ -1,4 +1,4 @@
-"""Protocols between rooms, which `rft/launch` connects across Ray or inside one process.
+"""Protocols between packages, which `rft/launch` connects across Ray or inside one process.
 
 Every call is awaited, every wait inside has a deadline and a name.  No port carries a Ray handle or
 a torch tensor.
@@ -6,7 +6,7 @@ a torch tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,9 +15,11 @@ from msgspec import Struct, field
 from rft.types.adapter import AdapterSpec
 from rft.types.completion import Completion, Credit, TokenScores
 from rft.types.ids import Version
+from rft.types.images import Image, ImagePlace
 from rft.types.metrics import Metric, MetricRecord
 from rft.types.task import SamplingArgs
 
+NO_IMAGES: Mapping[str, bytes] = {}
 MANIFEST_FORMAT = 5  # of checkpoints
 
 # ---------------------------------------------------------------- engine
@@ -31,6 +33,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     prompt_tokens: tuple[int, ...] = ()
+    images: tuple[Image, ...] = ()  # that `messages` show, each once
     # int32: prompt and answer of an earlier call, with which the prompt begins
     prefix_tokens: np.ndarray | None = None
     prefix_messages: int = (
@@ -274,6 +277,8 @@ class ScoreRow(Struct, frozen=True, kw_only=True):
     top: int = 0  # also return so many most likely tokens at each position
     temperature: float = 1.0
     routed_experts: np.ndarray | None = None  # replace the router's choice, see rft.types.experts
+    places: tuple[ImagePlace, ...] = ()  # of the images among the tokens
+    images: tuple[Image, ...] = ()  # their files, each once
     rounded: str | None = None  # dtype: compute with its other roundings, to measure the noise
 
 
@@ -417,6 +422,7 @@ class Lease(Struct, frozen=True, kw_only=True):
 
     step: int
     frame: bytes  # block of the leased experiences, see types.block
+    images: dict[str, bytes] = field(default_factory=dict)  # files of their images, by sha256
     groups: tuple[GroupStats, ...]
     available_after: int = 0
     missing: int = 0  # groups (or rows) short of the request; only with on_short_batch: train
@@ -434,8 +440,15 @@ class Consumption(Struct, frozen=True, kw_only=True):
 class BufferWriter(Protocol):
     """The explorer's view of the buffer."""
 
-    async def append(self, frame: bytes, *, accepted: bool, reason: str = "") -> AppendResult:
-        """Append one group (a block, with header rows of failed runs).
+    async def append(
+        self,
+        frame: bytes,
+        *,
+        accepted: bool,
+        reason: str = "",
+        images: Mapping[str, bytes] = NO_IMAGES,
+    ) -> AppendResult:
+        """Append one group (a block, with header rows of failed runs), and the files of its images.
 
         Returns when durable.
 

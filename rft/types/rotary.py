@@ -1,6 +1,6 @@
 """Overrides of rotary embeddings in config.json, for trainer, engines and exported models alike.
 
-Knows the names of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`).
+Depends on the names of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`).
 Invariant: results are complete and need no further merge.
 """
 

@@ -3,8 +3,8 @@
 A micro-batch holds its rows as a prefix tree (shared), one after another (packed), or one per line
 (padded).  In the first two, attention separates rows; of the other layers that read earlier
 positions, those with state compute each packed row by itself (`rft.trainer.model.state_layers`).
-Knows the configuration keys of transformers.  Invariant: an unproven layer type is never packed or
-shared.
+Depends on the configuration keys of transformers.  Invariant: an unproven layer type is never
+packed or shared.
 """
 
 from __future__ import annotations

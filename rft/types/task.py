@@ -8,6 +8,8 @@ from typing import Any, get_type_hints
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from rft.types.images import Image
+
 
 class SamplingArgs(Struct, frozen=True, kw_only=True, gc=False):
     """Sampling settings.
@@ -92,6 +94,7 @@ class Task(Struct, frozen=True, kw_only=True):
     row: dict[str, Any] = field(default_factory=dict)  # the whole row, JSON
     prompt: str | None = None
     messages: tuple[dict[str, Any], ...] = ()  # OpenAI form; wins over `prompt`
+    images: tuple[Image, ...] = ()  # that the messages show, each once
     tools: tuple[dict[str, Any], ...] = ()
     system_prompt: str | None = None
     chat_template: str | None = None  # Jinja text; None = the engine's
@@ -137,5 +140,5 @@ class Task(Struct, frozen=True, kw_only=True):
 
 
 # fields that may hold a container
-_PLAIN_TYPES = {str, str | None, int, bool, SamplingArgs}
+_PLAIN_TYPES = {str, str | None, int, bool, SamplingArgs, tuple[Image, ...]}
 _CONTAINERS = tuple(n for n, t in get_type_hints(Task).items() if t not in _PLAIN_TYPES)

@@ -1,7 +1,7 @@
 """Split a text into thought and answer, by the tags <think> and </think>.
 
-Knows no template and no tokenizer.  Invariant: the answer holds nothing before the last </think>,
-and nothing of an open thought.
+Depends on no template and no tokenizer.  Invariant: the answer holds nothing before the last
+</think>, and nothing of an open thought.
 """
 
 from __future__ import annotations

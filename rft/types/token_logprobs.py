@@ -1,6 +1,6 @@
 """Log-probs (engine, trainer) and advantages of a row's tokens, as the ledger stores them.
 
-Knows experiences; not models or tables.  Numbers have 9 digits, enough for every float32.
+Depends on experiences, not on models or tables.  Numbers have 9 digits, enough for every float32.
 """
 
 from __future__ import annotations

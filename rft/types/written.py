@@ -1,7 +1,8 @@
 """Find the parts of a conversation that a chat template writes, by marks in its messages.
 
-Knows no tokenizer.  `render` is a template with all its arguments but the messages.  Invariant: a
-mark is a number in no other text, so a template that trims, escapes or moves a text keeps it.
+Depends on no tokenizer.  `render` is a template with all its arguments but the messages.
+Invariant: a mark is a number in no other text, so a template that trims, escapes or moves a text
+keeps it.
 """
 
 from __future__ import annotations

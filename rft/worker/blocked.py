@@ -1,6 +1,6 @@
 """Name foreign code that blocks the main thread, by file and line.
 
-Knows no plugin.  Invariant: this module ends nothing; it tells the caller about a long block.
+Depends on no plugin.  Invariant: this module ends nothing; it tells the caller about a long block.
 """
 
 from __future__ import annotations

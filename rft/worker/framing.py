@@ -1,6 +1,6 @@
 """Frames between processes: a 4-byte length and that many bytes, over any descriptor or stream.
 
-Knows nothing of a frame's content.  Invariant: a deadline (of time.monotonic) covers the complete
+Independent of a frame's content.  Invariant: a deadline (of time.monotonic) covers the complete
 frame, so slow single bytes gain no time.
 """
 

@@ -4,7 +4,8 @@
     waits("question", "judge helpful")       one of many requests to an outside service
     idles("batch 3 waits for room")          a part waits for another part, which reports its own work
 
-Knows no run.  Invariant: of nested waits the innermost counts, but no wait inside an `opaque` one.
+Depends on no run.  Invariant: of nested waits the innermost counts, but no wait inside an `opaque`
+one.
 """
 
 from __future__ import annotations

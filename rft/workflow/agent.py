@@ -9,7 +9,7 @@
 
 An ordinary function runs in a thread; a program runs below a process that kills all its children.
 
-Knows the endpoint, not the engine.
+Depends on the endpoint, not on the engine.
 Invariant: after the run no call of the agent is in progress, and its program and all descendants
 have ended.
 """

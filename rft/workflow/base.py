@@ -1,9 +1,9 @@
 """The interface of a workflow: a task and a context in, a transcript out.
 
-A workflow is a class with one method, async or not; one object plays one run.  It knows neither
-buffer nor trainer.
+A workflow is a class whose method `run`, async or not, performs one run; each call gets a new
+object.  Independent of buffer and trainer.
 
-    @workflow("my_workflow")
+    @register.workflow("my_workflow")
     class MyWorkflow(Workflow):
         async def run(self, task, ctx):
             await ctx.chat(task.chat())
@@ -35,16 +35,17 @@ NO_MODELS: Mapping[str, ChatModel] = {}
 
 
 class Workflow(Provider):
-    """Plays one run of a task.  `__init__` takes the checked `workflow_args` as keyword arguments.
+    """Performs one run of a task.  `__init__` takes the checked `workflow_args` as keyword
+    arguments.
 
-    Override `run`, or `run_group` to play all runs of a task at once.  Attributes of the class:
+    Override `run`, or `run_group` to perform all runs of a task at once.  Attributes of the class:
 
-    - `isolated` (True or an `Isolation`): play each run in a separate process
-    - `needs`: required libraries, and the extra that installs each
-    - `gives`: fields that it writes for algorithms ("info.NAME" or a field), or a static method that
-      returns them for `workflow_args`
-    - `scores_itself`: every transcript has a score, so the taskset must name no reward
-    - `needs_reward`: `run` gives no score, so the taskset must name a reward
+    - `isolated` (True or an `Isolation`): perform each run in a separate process
+    - `needs`: {required library: the extra of `rft` that installs it}
+    - `gives`: fields of the experiences that `run` sets for algorithms ("info.NAME" or a field); or
+      a static method that returns them for given `workflow_args`
+    - `scores_itself`: sets every score; the taskset must not name a reward
+    - `needs_reward`: sets no score; the taskset must name a reward
     - `usual_reward`, `usual_reward_args`: the reward if the taskset names none
     """
 
@@ -56,17 +57,17 @@ class Workflow(Provider):
     usual_reward_args: ClassVar[Mapping[str, Any]] = {}
 
     def run(self, task: Task, ctx: RunContext) -> Any:
-        """Play one run and return its transcript."""
+        """Perform one run and return its transcript."""
         raise NotImplementedError(f"{type(self).__name__} needs a method run(self, task, ctx)")
 
     def teacher_messages(self, task: Task) -> Sequence[dict[str, Any]]:
-        """Return the teacher's prompt of a task, where it is known before the run; `rft check`
-        counts its tokens.
+        """Return the teacher's prompt for `rft check`, which counts its tokens; () if it is not
+        known before the run.
         """
         return ()
 
     def run_group(self, task: Task, contexts: list[RunContext]) -> Any:
-        """Play all runs of the task and return their transcripts, in order."""
+        """Perform all runs of the task and return their transcripts, in order."""
         raise NotImplementedError(f"{type(self).__name__} plays one run at a time")
 
 
@@ -163,9 +164,9 @@ class RunContext:
         numbered: bool = True,
         **overrides: Any,
     ) -> GenerateRequest:
-        """Build the request of the next call, numbered within the run.
+        """Build the request of the run's next call; its number decides its seed.
 
-        `numbered` False: of a call that is not the run's.
+        `numbered` False: the call is not one of the run's, so it takes no number.
         """
         sampling = self._task.sampling
         if "max_tokens" in overrides:  # less than the task's min_tokens is allowed
@@ -196,6 +197,7 @@ class RunContext:
             chat_template=chat_template if chat_template is not None else self._task.chat_template,
             chat_template_args={**self._task.chat_template_args, **(chat_template_args or {})},
             strict_template_args=tuple(strict_template_args),
+            # only the first prompt may be truncated: later ones repeat recorded tokens
             prompt_truncation=self._task.prompt_truncation if not self._turns else "error",
             sampling=sampling,
             n=n,
@@ -326,7 +328,11 @@ class RunContext:
         layout: Layout = "joined",
         limited: bool = False,
     ) -> Transcript:
-        """Return the calls so far.  Without `score` the taskset's reward is called."""
+        """Return the calls so far.  Without `score`, the taskset's reward scores them after the run.
+
+        `layout` "chains": one row for each chain of calls, "joined": one row.  `limited`: a limit
+        of the workflow ended the run, so its rows are truncated.
+        """
         return Transcript(
             turns=tuple(self._turns),
             score=score,

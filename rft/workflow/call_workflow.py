@@ -1,6 +1,6 @@
 """Call a workflow's `run` or `run_group`, async or in a thread, and check what it returns.
 
-Knows no reward and no record.
+Depends on no reward and no record.
 """
 
 from __future__ import annotations

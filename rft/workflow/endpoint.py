@@ -8,8 +8,8 @@ One server serves all open runs of the process.  Each run has a session: an addr
 id, and a random key.  The calls of a session are recorded in the run's context, with the engine's
 tokens and log-probs.
 
-Knows engines by their port alone.  Invariants: a key opens one session, and none after its run; a
-request touches no other run.
+Depends on engines by their port alone.  Invariants: a key opens one session, and none after its
+run; a request touches no other run.
 """
 
 from __future__ import annotations

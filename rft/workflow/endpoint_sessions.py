@@ -1,7 +1,7 @@
 """Sessions with a model, one for each key of the endpoint: recorded (a run's) or not (observers,
 judges behind an OpenAI client).
 
-Knows no HTTP.  Invariant: every answer of a run's session is recorded in its context.
+Depends on no HTTP.  Invariant: every answer of a run's session is recorded in its context.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Check and read the bodies of requests, as far as they are served; those of OpenAI's chat and text
 completions whole.
 
-Knows no server and no engine.  Invariant: every field of a request is applied, or refused by name.
+Depends on no server and no engine.  Invariant: every field of a request is applied, or refused by
+name.
 """
 
 from __future__ import annotations

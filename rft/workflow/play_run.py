@@ -1,10 +1,9 @@
-"""Play one run of a task, score it and build its record: complete, truncated, or failed with a
+"""Perform one run of a task, score it and build its rows: complete, truncated, or failed with a
 reason.
 
-An error of user code becomes a failed record; an error of `rft` itself (a dead engine, a failed
-sync) is raised.
-Invariant: a run yields at least one experience, whose id holds its attempt, within (retries + 1) x
-the deadline.
+An error of user code becomes a failed row; an error of `rft` itself (a dead engine, a failed sync)
+is raised.
+Invariant: a run yields at least one row, within (retries + 1) x the deadline.
 """
 
 from __future__ import annotations
@@ -48,7 +47,8 @@ that does not wait for its slowest tasks.
 
 @dataclass(frozen=True)
 class PlayedRun:
-    """One run and its cost.  `run_s` is playing, `reward_s` scoring, both of the last attempt.
+    """One run and its cost.  `run_s`: of the workflow, `reward_s`: of the reward, both of the last
+    attempt.
 
     `experiences` are its rows, one or (step-wise) several; `value` is the reward of the whole run.
     """
@@ -67,7 +67,8 @@ class PlayedRun:
 
 @dataclass(frozen=True)
 class RunLimits:
-    """Seconds per attempt (playing, and again scoring) and retries after a failure.
+    """Seconds per attempt (for the workflow, and as many for the reward), and retries after a
+    failure.
 
     `max_group_s`: seconds for all runs of a task together, from the start of the first.
     `whole_groups`: a group that misses a run is not trained; else half of its runs, and at least
@@ -93,7 +94,7 @@ class RunLimits:
 
 @dataclass(frozen=True)
 class Run:
-    """A played run to be scored, or a run ended by `error`."""
+    """A run to be scored, or ended by `error`."""
 
     number: int
     attempt: int
@@ -105,7 +106,7 @@ class Run:
 
 @dataclass(frozen=True)
 class TaskRuns:
-    """Plays and scores the runs of one task.  Every method raises RftError only."""
+    """Performs and scores the runs of one task.  Every method raises RftError only."""
 
     task: Task
     recipe: Recipe
@@ -113,7 +114,7 @@ class TaskRuns:
     group: GroupId
 
     async def play_one(self, context: Callable[[int, int], RunContext], run: int) -> Run:
-        """Play run number `run`, again after a failed attempt; `context(run, attempt)` makes its
+        """Perform run number `run`, again after a failed attempt; `context(run, attempt)` makes its
         context.
         """
 
@@ -126,8 +127,8 @@ class TaskRuns:
         return replace(attempt, number=run, transcript=transcript)
 
     async def play_together(self, context: Callable[[int, int], RunContext]) -> list[Run]:
-        """Play all runs of a task with one call of the workflow's `run_group`, again after a failed
-        attempt.
+        """Perform all runs of a task with one call of the workflow's `run_group`, again after a
+        failed attempt.
         """
         numbers = range(self.task.num_runs)
 
@@ -220,7 +221,7 @@ class TaskRuns:
         return records
 
     def record(self, run: Run, score: Score | None = None, reward_s: float = 0.0) -> PlayedRun:
-        """Make the rows of a run, or the header row with the reason of its failure."""
+        """Make the rows of a run, or the row without tokens that has the reason of its failure."""
         error = run.error
         value: float | None = None
         if error is None and run.transcript is not None:
@@ -246,7 +247,9 @@ class TaskRuns:
         return PlayedRun(rows, value, run.run_s, reward_s, run.attempt + 1, run.ended)
 
     def _failed(self, run: Run, error: Exception) -> Experience:
-        """Make the header row: one line of reason, and the end of the traceback; without secrets."""
+        """Make the row of a failed run: one line of reason, and the end of the traceback; without
+        secrets.
+        """
         return failed(
             self.group.run(run.number, run.attempt),
             taskset=self.task.taskset,
@@ -302,16 +305,16 @@ class TaskRuns:
                 )
 
     async def _score(self, transcript: Transcript) -> Score | None:
-        """Return the score of the whole run; None where its calls have scores."""
+        """Return the score of the whole run; None if each of its rows has a score of its own."""
         workflow = f"workflow {self.recipe.name}"
-        rows = scored_rows(transcript)
+        has_score = scored_rows(transcript)  # for each row; empty: no call has one
         if transcript.score is not None:
             score = checked(transcript.score)
-            if rows == [True]:
+            if has_score == [True]:
                 _check_same(score, sum_of_scores(transcript.turns), workflow)
             return score
-        if any(rows):
-            if not all(rows):
+        if any(has_score):
+            if not all(has_score):
                 raise RunError(
                     f"{workflow} scored some of its calls and not others; score all, or only the "
                     f"whole run"

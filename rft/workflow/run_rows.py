@@ -1,6 +1,6 @@
 """Build the experiences of one run: calls of each row, reward, mask, teacher log-probs.
 
-Knows no workflow and no reward.
+Depends on no workflow and no reward.
 Invariant: a row holds the engine's tokens in their order.
 """
 

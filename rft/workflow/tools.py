@@ -4,8 +4,8 @@ the text.
     def weather(city: str, days: int = 1) -> str:
         # its docstring: a description, then a line `name: text` for each parameter
 
-Knows no workflow.  Invariants: a thought has no calls; an unreadable call is a call with an error;
-`Toolbox.run` returns errors of models and tools as results, and counts them.
+Depends on no workflow.  Invariants: a thought has no calls; an unreadable call is a call with an
+error; `Toolbox.run` returns errors of models and tools as results, and counts them.
 """
 
 from __future__ import annotations

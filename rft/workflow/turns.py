@@ -8,8 +8,8 @@
             hit = answer.text.strip() == str(self.secret)
             return Reply.say("no", reward=0.0) if not hit else Reply(reward=1.0, done=True)
 
-Knows no engine and no environment.  Invariant: earlier messages never change, so one sequence holds
-all tokens of the run.
+Depends on no engine and no environment.  Invariant: earlier messages never change, so one sequence
+holds all tokens of the run.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rft.algorithm.base import Advantages, StepInputs, StepRow
 from rft.algorithm.catalog import check_args, shipped
-from rft.algorithm.composition import build, spread
+from rft.algorithm.composition import as_advantages, build
 from rft.algorithm.pf_ppo import weights
 from rft.algorithm.settings import AlgorithmSettings
 from rft.plugins import REGISTRY
@@ -93,7 +93,7 @@ def group(
 def advantages(name: str, x: StepInputs, **args: Any) -> Advantages:
     REGISTRY.scan_package("rft.algorithm")
     made = REGISTRY.get("advantage_fn", name).obj(x, check_args("advantage_fn", name, args))
-    return spread(made, x.rows)
+    return as_advantages(made, x.rows)
 
 
 def per_row(name: str, x: StepInputs, **args: Any) -> list[float]:

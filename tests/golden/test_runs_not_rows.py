@@ -514,4 +514,7 @@ def test_a_run_whose_chains_are_masked_is_counted(
     assert (
         batch.metrics["experience/masked_runs"] == 1.0 and batch.metrics["experience/runs"] == 6.0
     )
-    assert f"no token of run 1 of group {GroupId(1, 0, 0, 0)} counts (1 such runs)" in caplog.text
+    assert (
+        f"no token of run 1 of group {GroupId(1, 0, 0, 0)} is in the loss (1 such runs)"
+        in caplog.text
+    )

@@ -392,7 +392,7 @@ async def _play(world: World, folder: Path, found: Run) -> None:
         lineage=1,
     )
     try:
-        await drive.work(
+        await drive.run_to_end(
             trainer.run(),
             explorer.run(),
             (trainer, explorer),

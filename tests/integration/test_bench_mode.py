@@ -70,7 +70,7 @@ def test_every_checkpoint_is_evaluated_and_the_run_s_own_files_stay(
     )
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split() for line in lines[-4:]]
-    assert rows[0][:2] == ["step", "copied/mean@2"] and [r[0] for r in rows[1:]] == [
+    assert rows[0][:2] == ["step", "bench/copied/mean@2"] and [r[0] for r in rows[1:]] == [
         "base",
         "1",
         "2",

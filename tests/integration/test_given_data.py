@@ -103,8 +103,8 @@ def test_sft_lowers_the_held_out_loss(
 def test_dpo_tells_pairs_apart(config: Callable[..., Path], tmp_path: Path, seed: int) -> None:
     run = learn(config, "dpo", seed, "rft.testing.tiny:copy_pairs", tmp_path)
     accuracy = metric(run, "eval/given_eval/accuracy_mean")
-    assert accuracy[0] == 0 and accuracy[40] >= 0.9, accuracy
-    assert metric(run, "actor/accuracy_mean")[40] >= 0.9
+    assert accuracy[0] == 0 and accuracy[40] >= 0.7, accuracy
+    assert metric(run, "actor/accuracy_mean")[40] >= 0.7
     assert metric(run, "eval/given_eval/reward_margin")[40] > 0
 
 
@@ -214,7 +214,7 @@ def test_the_loss_of_labels_is_the_formula(
 def test_kto_tells_good_answers_from_bad_ones(config: Callable[..., Path], tmp_path: Path) -> None:
     run = learn(config, "kto", 0, "rft.testing.tiny:copy_labels", tmp_path)
     accuracy = metric(run, "eval/given_eval/accuracy_mean")
-    assert accuracy[0] == 0 and accuracy[40] >= 0.7, accuracy
+    assert accuracy[0] == 0 and accuracy[40] >= 0.6, accuracy
     assert metric(run, "eval/given_eval/reward_margin")[40] > 0.3
 
 

@@ -269,7 +269,7 @@ async def _play(
         asyncio.ensure_future(process(p, coordinator, buffer, world, found, tasks)) for p in players
     ]
     try:
-        await drive.work(
+        await drive.run_to_end(
             trainer.run(),
             coordinator.serve_explorers(),
             (trainer,),

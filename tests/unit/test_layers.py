@@ -94,7 +94,7 @@ def test_importing_light_rooms_loads_nothing_heavy() -> None:
 
 
 def test_room_packages_are_empty() -> None:
-    """An import in a room's __init__ would be paid by everyone who touches the room; the two rooms
+    """An import in the __init__ of a package would be paid by everyone who touches it; the two packages
     that users import names from look them up when they are asked for.
     """
     for path in (ROOT / "rft").rglob("*/__init__.py"):

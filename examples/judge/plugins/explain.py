@@ -14,7 +14,7 @@ class ExplainTwice:
 
 @register.reward("child_judge")
 class ChildJudge(Judge):
-    scale = Scale(1, 5)
+    scale = Scale(1, 5)  # the reward is the grade / 5
 
     def prompt(self, case, delimit):
         return f"""Is this answer true, and would a child of ten understand it?

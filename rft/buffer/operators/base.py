@@ -7,8 +7,8 @@
         async def process(self, rows, group):
             return Result([r for r in rows if r.num_response_tokens <= 100])
 
-An operator knows neither explorer nor ledger.  Invariant: an operator's stage alone decides which
-fields it may change, and the pipeline checks it.
+An operator depends on neither explorer nor ledger.  Invariant: an operator's stage alone decides
+which fields it may change, and the pipeline checks it.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     copy of the input ─> reward operators ─> can the group be trained? ─> statistics operators ─>
     drop operators ─> still a row to train?
 
-Knows neither tasksets nor the ledger.  Invariant: every input row comes out once, with the same
-tokens; a dropped row has the operator's name as `reason` and is never trained.
+Depends on neither tasksets nor the ledger.  Invariant: every input row comes out once, with the
+same tokens; a dropped row has the operator's name as `reason` and is never trained.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The base class of payload storages.
 
 A storage keeps blocks of bytes only: ids, states, uses and every queryable column are in the
-ledger.  Invariant: a locator that the ledger committed can be read back unchanged for as long as
-the storage promises durability.
+ledger.  Invariant: a block whose locator the ledger has committed stays readable and unchanged, for
+as long as the storage promises durability.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ class Storage:
 
     A subclass defines `put` and `get`.
 
-    All methods run on the buffer's worker thread.  `connection` is the ledger's open transaction: a
+    All methods run on the ledger's thread.  `connection` is the ledger's open transaction: a
     storage in the same database writes into it; other storages ignore it and are durable when `put`
     returns.  `__init__` takes the settings and, as keyword arguments, the storage arguments that
-    the plugin's pydantic model has checked.  It opens no file: an audit calls `get` without `open`.
+    the plugin's pydantic model has checked.  `__init__` must not open files, and `get` must work
+    without `open`: an audit calls only these two.
     """
 
     durable: bool = True  # whether blocks survive the process

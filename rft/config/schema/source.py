@@ -1,7 +1,7 @@
 """Where a configuration came from: the file as written, the overrides, and which of them set each
 key.
 
-Knows no schema.  Keys are tuples of mapping keys and list indexes, e.g. ("buffer",
+Depends on no schema.  Keys are tuples of mapping keys and list indexes, e.g. ("buffer",
 "explorer_input", "eval_tasksets", 0, "split").
 """
 

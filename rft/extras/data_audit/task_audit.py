@@ -1,8 +1,8 @@
 """A whole set of tasks looked at: gold answers, duplicates, lengths, templates, kinds of tasks.
 What `rft data audit` prints.
 
-Knows tasksets, rewards and a model's chat template; no engine.  Invariant: every row is read, or
-the number that was is told; nothing is generated.
+Depends on tasksets, rewards and a model's chat template, on no engine.  Invariant: every row is
+read, or the number that was is told; nothing is generated.
 """
 
 from __future__ import annotations

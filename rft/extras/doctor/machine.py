@@ -1,9 +1,9 @@
 """Check a machine in minutes with the parts that runs use: `rft doctor --gpu`.
 
 Each check is a separate process (`rft.extras.doctor.machine_checks`), which frees its memory at the
-end and whose death is reported without affecting other checks.  Knows processes and deadlines; not
-the content of checks.  Invariant: every requested check has a line, and no process is left when
-`run` returns.
+end and whose death is reported without affecting other checks.  Depends on processes and deadlines,
+not on the content of checks.  Invariant: every requested check has a line, and no process is left
+when `run` returns.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One check of `rft doctor --gpu`, in its own process: NAME DEVICE MODEL RANK WORLD FOLDER.
 
 Checks use the parts of runs: the learner with its attention and FSDP2, engines, transports,
-synchronizer and canary. Rank 0 writes its lines to FOLDER/NAME.jsonl.  Knows nothing of the other
+synchronizer and canary. Rank 0 writes its lines to FOLDER/NAME.jsonl.  Independent of the other
 checks.  Invariant: a failed check raises, and "ok" covers only results that were computed and
 compared.
 """

@@ -2,8 +2,8 @@
 and engines: `rft doctor --model`.
 
 The reference is transformers' own forward, row by row, in float32 with eager attention; its
-distance from float64 is measured, too. Knows learners, and engines as processes
-(`rft.extras.doctor.model_engine`); not runs.  Invariant: every number is a difference computed
+distance from float64 is measured, too. Depends on learners, and engines as processes
+(`rft.extras.doctor.model_engine`), not on runs.  Invariant: every number is a difference computed
 here, and a layout without a number is refused with its reason.
 """
 

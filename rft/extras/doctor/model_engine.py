@@ -3,7 +3,7 @@
 A trainer publishes two versions in float32, as in a run: the model's weights, then all weights
 slightly changed.  The engine verifies, probes and serves each version, and the canary compares it
 with the trainer.  The samples of the first version are written to FOLDER, and a line reports
-success.  Knows engines, the trainer and weight updates; compares nothing with transformers.
+success.  Depends on engines, the trainer and weight updates; compares nothing with transformers.
 """
 
 from __future__ import annotations

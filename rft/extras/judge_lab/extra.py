@@ -20,4 +20,5 @@ EXTRA = Extra(
             "rft.extras.judge_lab.judge_command:judge",
         ),
     },
+    entries={"stored_run": {"replay": "rft.extras.judge_lab.replay_command:rescored_run"}},
 )

@@ -12,7 +12,8 @@ Measures, over rows that have both numbers (a verdict is "good" from `threshold`
     self_consistency     rows whose verdict is the same in every repeat; repeat_std: mean deviation of their scores
     position_bias        pairwise judges: pairs whose verdict changed with the order
 
-Knows no judge and no model.  Invariant: what was not scored is counted, and enters no other number.
+Depends on no judge and no model.  Invariant: what was not scored is counted, and enters no other
+number.
 """
 
 from __future__ import annotations

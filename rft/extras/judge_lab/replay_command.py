@@ -50,7 +50,6 @@ def replay(
     """Score stored rollouts with another reward, and show old against new."""
     from rft.extras.judge_lab.rescore import summary
     from rft.files.disk import write_whole
-    from rft.reward.build_reward import build
     from rft.secrets import learn_environment
 
     learn_environment()
@@ -67,11 +66,7 @@ def replay(
         raise ConfigError(
             f"is no JSON object: {e}", key="--reward-args", given=reward_args
         ) from None
-    built = build(reward, args, key="--reward-args")
-    stored = _stored(run, plan, where, step, limit)
-    if not stored:
-        raise ConfigError("no rollout matches", key="--where" if where or step else "RUN")
-    rescored = asyncio.run(_rescore(plan, stored, built))
+    rescored = asyncio.run(_rescore(run, plan, reward, args, where, step, limit))
     if to is not None:
         lines = "".join(json.dumps(vars(r), ensure_ascii=False) + "\n" for r in rescored)
         # half characters stay what they are in JSON
@@ -94,10 +89,31 @@ def _config_file(run: Path, config: Path | None) -> Path:
     return file
 
 
-async def _rescore(plan: Plan, stored: list[StoredAnswer], reward: Any) -> list[Rescored]:
+async def rescored_run(
+    run: Path, reward: str, args: dict[str, Any], where: str, step: int | None, limit: int
+) -> list[Rescored]:
+    """Return the scored rollouts of a run, with its own configuration.  Raises ConfigError."""
+    plan = planned(_config_file(run, None), None, None)
+    return await _rescore(run, plan, reward, args, where, step, limit)
+
+
+async def _rescore(
+    run: Path,
+    plan: Plan,
+    name: str,
+    args: dict[str, Any],
+    where: str,
+    step: int | None,
+    limit: int,
+) -> list[Rescored]:
     from rft.cli.show import progress
     from rft.extras.judge_lab.rescore import rescore
+    from rft.reward.build_reward import build
 
+    reward = build(name, args, key="--reward-args")
+    stored = _stored(run, plan, where, step, limit)
+    if not stored:
+        raise ConfigError("no rollout matches", key="--where" if where or step else "RUN")
     report_progress = progress()
     async with auxiliary_models(plan) as models:
         return await rescore(

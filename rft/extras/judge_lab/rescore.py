@@ -1,7 +1,7 @@
 """Stored rollouts scored again with another reward, old beside new.
 
-Knows experiences, tasks and a reward; no ledger and no engine.  Invariant: nothing is changed; an
-answer that cannot be scored is counted and left out of every mean.
+Depends on experiences, tasks and a reward, on no ledger and no engine.  Invariant: nothing is
+changed; an answer that cannot be scored is counted and left out of every mean.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run and judge programs of a model in isolation on this machine; see `remote_sandbox` for a remote
 service.
 
-Knows nothing of tasks.  Results are cached, except timeouts, which may depend on the machine's
+Independent of tasks.  Results are cached, except timeouts, which may depend on the machine's
 load.
 Invariant: a verdict is about the program; if the sandbox itself fails, SandboxError is raised.  A
 machine that cannot keep a program from the network, from files, memory and environment of others,

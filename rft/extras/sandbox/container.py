@@ -34,7 +34,7 @@ _REMOVE_S = 30.0
 _STARTS = 3  # attempts: runc sometimes loses a container between creating and starting it
 _THREADS = 16  # minimum task limit of a container: runc's own threads count during its start
 _KILLED = 137
-_IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]{0,254}", re.ASCII)  # cannot be an option of the engine
+IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]{0,254}", re.ASCII)  # cannot be an option of the engine
 _BOOT = (
     "import sys; print(end='\\0', flush=True); read = sys.stdin.buffer.read; n = "
     "int.from_bytes(read(8), 'big'); "
@@ -80,7 +80,7 @@ class ContainerSandbox(JobPool):
         """Raises ValueError for an invalid image name, SandboxUnavailable if no container engine is
         installed.
         """
-        if not _IMAGE.fullmatch(image):
+        if not IMAGE.fullmatch(image):
             raise ValueError(
                 f"{image[:80]!r} is no name of an image, such as "
                 f"registry.example.org/team/python:3.11"

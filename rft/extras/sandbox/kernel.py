@@ -5,8 +5,11 @@ call.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import socket
 import struct
+from collections.abc import Iterable
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
@@ -31,6 +34,11 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _PR_SET_DUMPABLE = 4
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_CAPBSET_READ = 23
+_PR_CAPBSET_DROP = 24
+_CAPABILITIES = 64
+_SIOCSIFFLAGS = 0x8914
+_IFF_UP = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -72,6 +80,18 @@ def swap_root(new: str, old: str) -> None:
     _check(_libc.umount2(old.encode(), _MNT_DETACH), "unmount of the old root")
 
 
+def join(namespace: int) -> None:
+    """Enter the namespace of a descriptor."""
+    _check(_libc.setns(namespace, 0), "setns")
+
+
+def raise_loopback() -> None:
+    """Switch on the loopback interface of this network namespace."""
+    request = struct.pack("=16sH14x", b"lo", _IFF_UP)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, request)
+
+
 def hide_memory() -> None:
     """Hide the memory of this process from other processes of the same user."""
     _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "PR_SET_DUMPABLE")
@@ -86,10 +106,21 @@ def adopt_orphans() -> None:
     _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "PR_SET_CHILD_SUBREAPER")
 
 
-def drop_capabilities() -> None:
+def drop_capabilities(but: Iterable[int] = ()) -> None:
+    """Drop all capabilities but those of these numbers."""
+    mask = sum(1 << number for number in but)
     # _LINUX_CAPABILITY_VERSION_3, this process
     header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0), 8)
-    _check(_libc.capset(header, ctypes.create_string_buffer(24)), "capset")
+    sets = struct.pack("=IIIIII", mask, mask, 0, 0, 0, 0)
+    _check(_libc.capset(header, ctypes.create_string_buffer(sets, 24)), "capset")
+
+
+def bound_capabilities(most: Iterable[int]) -> None:
+    """Keep this process and its children from ever having other capabilities than these."""
+    allowed = set(most)
+    for number in range(_CAPABILITIES):
+        if number not in allowed and _libc.prctl(_PR_CAPBSET_READ, number, 0, 0, 0) == 1:
+            _check(_libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0), "PR_CAPBSET_DROP")
 
 
 def _check(result: int, what: str) -> None:

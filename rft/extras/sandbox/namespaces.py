@@ -76,7 +76,16 @@ def show_processes() -> None:
 
 
 def _swap_root(folders: Sequence[str], options: str) -> None:
-    root = Path("/tmp")
+    kernel.swap_root(build_root(folders, options), "/old")
+    Path("/old").rmdir()
+
+
+def build_root(folders: Sequence[str], options: str, place: str = "/tmp") -> str:
+    """Mount a new root in memory with `folders` and devices; return its place.
+
+    Folders below `place`, which exists, cannot be among them.
+    """
+    root = Path(place)
     kernel.mount("sandbox", str(root), "tmpfs", kernel.MS_NOSUID, options)
     for name in ("tmp", "old", "dev", "proc"):
         (root / name).mkdir()
@@ -87,8 +96,7 @@ def _swap_root(folders: Sequence[str], options: str) -> None:
         inside = root / device.lstrip("/")
         inside.touch()
         kernel.mount(device, str(inside), "", kernel.MS_BIND)
-    kernel.swap_root(str(root), "/old")
-    Path("/old").rmdir()
+    return str(root)
 
 
 def _show(root: Path, folder: str) -> None:

@@ -1,6 +1,6 @@
 """Run projects of several files in either kind of sandbox, or judge them by hidden tests.
 
-Knows no container and no kernel.
+Depends on no container and no kernel.
 Invariant: files written by one run are invisible to other runs; with tests and project in two
 processes (`served` and `judging`), the tests get only the results of the project's functions.
 """

@@ -55,6 +55,22 @@ setsid:112:157 setpgid:109:154 kill:62:129 tgkill:234:131
 _PROGRAMS = """
 execve:59:221 fchdir:81:50 statfs:137:43 fstatfs:138:44 symlink:88:- symlinkat:266:36 link:86:- linkat:265:37
 """
+_SESSION = """
+connect:42:203 accept:43:202 accept4:288:242 bind:49:200 listen:50:201 setsockopt:54:208 sendmmsg:307:269 recvmmsg:299:243
+timerfd_create:283:85 timerfd_settime:286:86 timerfd_gettime:287:87 signalfd4:289:74 eventfd:284:- inotify_init:253:-
+inotify_init1:294:26 inotify_add_watch:254:27 inotify_rm_watch:255:28 memfd_create:319:279 prctl:157:167 setrlimit:160:164
+sched_setaffinity:203:122 sched_getparam:143:121 sched_getscheduler:145:120 getpriority:140:141 setpriority:141:140
+chown:92:- fchown:93:55 lchown:94:- fchownat:260:54 mknod:133:- mknodat:259:33 creat:85:- copy_file_range:326:285
+sendfile:40:71 splice:275:76 tee:276:77 preadv:295:69 pwritev:296:70 preadv2:327:286 pwritev2:328:287 msync:26:227
+sync:162:81 syncfs:306:267 utime:132:- utimes:235:- futimesat:261:- fchmodat2:452:452 getdents:78:- getxattr:191:8
+lgetxattr:192:9 fgetxattr:193:10 listxattr:194:11 llistxattr:195:12 flistxattr:196:13 setuid:105:146 setgid:106:144
+setreuid:113:145 setregid:114:143 setresuid:117:147 setresgid:119:149 setgroups:116:159 setfsuid:122:151 setfsgid:123:152
+capget:125:90 capset:126:91 execveat:322:281 tkill:200:130 rt_sigqueueinfo:129:138 pidfd_open:434:434
+pidfd_send_signal:424:424 epoll_pwait2:441:441 futex_waitv:449:449
+"""
+_SOCKETS = """
+socket:41:198
+"""
 
 # (column of the tables, AUDIT_ARCH)
 _MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
@@ -94,11 +110,19 @@ def supported() -> str:
     )
 
 
-def make(*, files: Files, processes: bool, groups: bool = True, programs: bool = False) -> bytes:
+def make(
+    *,
+    files: Files,
+    processes: bool,
+    groups: bool = True,
+    programs: bool = False,
+    session: bool = False,
+) -> bytes:
     """Return the filter in the kernel's format.
 
     `files`: access to files; `processes`: allow starting processes, and with `programs` also other
     programs; without `groups` processes stay in this process group and send no signals.
+    `session`: in a user and network namespace of its own: sockets, and a change of user.
     """
     column, arch = _MACHINES[platform.machine()]
     code: _Code = [
@@ -111,13 +135,16 @@ def make(*, files: Files, processes: bool, groups: bool = True, programs: bool =
     ]
     writes = files == "write"
     checks = dict(_checks(writes, processes))
-    for name, number in _numbers(_CHECKED + (_OPENS if files != "none" else ""), column):
+    for name, number in _numbers(
+        _CHECKED + (_OPENS if files != "none" else "") + (_SOCKETS if session else ""), column
+    ):
         code += _rule(number, checks[name])
     offered = (
         (_WRITES, writes),
         (_PROCESSES, processes),
         (_GROUPS, processes and groups),
         (_PROGRAMS, programs),
+        (_SESSION, session),
     )
     for table in (_ALWAYS, *(t for t, allowed in offered if allowed)):
         for _, number in _numbers(table, column):
@@ -161,6 +188,10 @@ def _checks(writes: bool, processes: bool) -> list[tuple[str, _Code]]:
         allow,
         refuse,
     ]
+    # families of the network namespace: AF_UNIX, AF_INET, AF_INET6; others reach the machine
+    socket: _Code = [_low(0)]
+    for family in (1, 2, 10):
+        socket += [(_EQUAL, 0, 1, family), allow]
     ioctl: _Code = [_low(1)]
     for request in _TERMINAL:
         ioctl += [(_EQUAL, 0, 1, request), allow]
@@ -181,6 +212,7 @@ def _checks(writes: bool, processes: bool) -> list[tuple[str, _Code]]:
         # flags are behind a pointer; libraries fall back to clone
         ("clone3", [(_RETURN, 0, 0, _fail(errno.ENOSYS))]),
         ("socketpair", pair),
+        ("socket", [*socket, refuse]),
         ("prlimit64", own_limits),
     ]
 

@@ -1,7 +1,7 @@
 """Who may ask, and how much: keys of clients, known by their hashes alone, and limits for each key.
 
-Knows no HTTP.  Invariant: what was refused has taken nothing; a key is compared by its hash and
-never shown.
+Depends on no HTTP.  Invariant: what was refused has taken nothing; a key is compared by its hash
+and never shown.
 """
 
 from __future__ import annotations

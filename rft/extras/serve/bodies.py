@@ -1,7 +1,7 @@
 """What clients send beside OpenAI's requests, checked by pydantic; errors name the field, in
 OpenAI's form.
 
-Knows no sessions.  Invariant: a body is understood wholly or refused.
+Depends on no sessions.  Invariant: a body is understood wholly or refused.
 """
 
 from __future__ import annotations

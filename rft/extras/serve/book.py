@@ -1,7 +1,7 @@
 """All sessions that wait: opened, rewarded, joined, withdrawn, given up.  Every change is in the
 store before it is here.
 
-Knows no HTTP and no batches.  Invariant: a session is here exactly as long as it waits in the
+Depends on no HTTP and no batches.  Invariant: a session is here exactly as long as it waits in the
 store; one of a single call also while that is under way, and is stored with its answer.
 """
 

@@ -7,7 +7,7 @@ through any OpenAI client.
         api_key=session.api_key).chat.completions.create(...) rft.reward(session, 1.0)
 
 `AsyncClient` has the same methods, to be awaited.  A call that finds the service away or busy is
-sent again until `patience_s` is over; each may be sent twice without counting twice.  Knows no
+sent again until `patience_s` is over; each may be sent twice without counting twice.  Depends on no
 engine and no run; needs httpx alone.
 """
 

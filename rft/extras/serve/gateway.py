@@ -10,7 +10,7 @@ good.
     DELETE /v1/sessions/{id}                        it is never trained
     POST   /feedback  /commit                       as Trinity-RFT's client sends them
 
-Knows no batches.  Invariants: nothing but /health without a key; a session sees only itself, a
+Depends on no batches.  Invariants: nothing but /health without a key; a session sees only itself, a
 client only its own sessions; what is refused has changed nothing.
 """
 

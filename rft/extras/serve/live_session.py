@@ -1,7 +1,7 @@
 """One session of a client: its calls form one run, and each is stored before it is answered.
 
-Knows the store, not HTTP and not groups.  Invariant: an answer that left is in the store, and a
-request that is sent again with its key gets the same answer and counts once.
+Depends on the store, not on HTTP and not groups.  Invariant: an answer that left is in the store,
+and a request that is sent again with its key gets the same answer and counts once.
 """
 
 from __future__ import annotations

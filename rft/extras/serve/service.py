@@ -41,7 +41,14 @@ from rft.files.disk import write_whole
 from rft.types.experience import Experience, failed
 from rft.types.ids import ExperienceId, GroupId, Version
 from rft.types.metrics import Metric, MetricRecord
-from rft.types.ports import AppendResult, Assignment, BufferWriter, ChatModel, MetricSink
+from rft.types.ports import (
+    NO_IMAGES,
+    AppendResult,
+    Assignment,
+    BufferWriter,
+    ChatModel,
+    MetricSink,
+)
 from rft.types.sessions import SessionStore
 from rft.types.task import Task
 from rft.worker.waiting import works
@@ -74,7 +81,13 @@ class ServiceBuffer(BufferWriter, SessionStore, Protocol):
     """The buffer as a service sees it."""
 
     async def append(
-        self, frame: bytes, *, accepted: bool, reason: str = "", sessions: tuple[str, ...] = ()
+        self,
+        frame: bytes,
+        *,
+        accepted: bool,
+        reason: str = "",
+        images: Mapping[str, bytes] = NO_IMAGES,
+        sessions: tuple[str, ...] = (),
     ) -> AppendResult:
         """As `BufferWriter`; the group's runs are those of `sessions`, in run order, which do not
         wait for anything any more.
@@ -158,9 +171,7 @@ class Service:
             step = assignment.batch + 1 if isinstance(assignment, Assignment) else 0
             where = f"the policy is served at {self.gateway.address}/v1"
             await self._sink.log(
-                MetricRecord(
-                    role="explorer", step=step, time=time.time(), values={}, notes=(where,)
-                )
+                MetricRecord(role="explorer", step=step, values={}, notes=(where,))
             )
             feeding = asyncio.ensure_future(self._feed(assignment))
             finished = asyncio.ensure_future(self._gate.finished())
@@ -329,9 +340,7 @@ class Service:
         values |= self.gateway.values()
         for engines in self._engines:
             values |= await engines.since()
-        await self._sink.log(
-            MetricRecord(role="explorer", step=batch + 1, time=time.time(), values=values)
-        )
+        await self._sink.log(MetricRecord(role="explorer", step=batch + 1, values=values))
 
 
 def _unanswered(task: Task, session: LiveSession, id: ExperienceId) -> tuple[Experience, ...]:

@@ -1,7 +1,7 @@
 """The cluster file of `rft simulate`: a possibly absent cluster and its measured or assumed speeds.
 
-Knows runs' metrics, not the schedule.  Invariant: every number that a forecast uses is listed in
-its assumptions.
+Depends on runs' metrics, not on the schedule.  Invariant: every number that a forecast uses is
+listed in its assumptions.
 """
 
 from __future__ import annotations

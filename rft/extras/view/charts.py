@@ -1,5 +1,5 @@
-"""Which curves stand in which chart, and their points as plain values for the page.  Knows names of
-metrics, not how they are drawn.
+"""Which curves stand in which chart, and their points as plain values for the page.  Depends on
+names of metrics, not on how they are drawn.
 """
 
 from __future__ import annotations

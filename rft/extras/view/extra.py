@@ -25,4 +25,10 @@ EXTRA = Extra(
             "rft.extras.view.ls_command:ls",
         ),
     },
+    entries={
+        "stored_run": {
+            "report": "rft.extras.view.report_command:write_report",
+            "compare": "rft.extras.view.report_command:compared",
+        }
+    },
 )

@@ -1,5 +1,5 @@
-"""Which rollouts a page shows, and the same as SQL for people.  Knows the columns of v_experiences,
-no pages.
+"""Which rollouts a page shows, and the same as SQL for people.  Depends on the columns of
+v_experiences, on no pages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs below a folder: where they are, in one line each, and what their configurations differ in.
 
-Knows files of runs.  Invariant: what an address names is one of the runs found; nothing else is
-opened.
+Depends on files of runs.  Invariant: what an address names is one of the runs found; nothing else
+is opened.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Pages as HTML: what is written into them is escaped, and numbers are those that `rft buffer
 query` prints.
 
-Knows the templates.  Invariant: text of models and data reaches a page through `clean` or as an
-escaped value; there is no other way in.
+Depends on the templates.  Invariant: text of models and data reaches a page through `clean` or as
+an escaped value; there is no other way in.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """News of a run as server-sent events: something was written, look again.
 
-Knows files, no metrics.  Invariant: a page hears at most once a second, and a reader that has gone
-is noticed within `_BEAT_S`.
+Depends on files, on no metrics.  Invariant: a page hears at most once a second, and a reader that
+has gone is noticed within `_BEAT_S`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Metrics of a run as curves, kept up to date while the run writes them.
 
-Knows metrics.jsonl, no pages.  Invariant: a point is a value that a record holds; where a step was
-written again, the later one.
+Depends on metrics.jsonl, on no pages.  Invariant: a point is a value that a record holds; where a
+step was written again, the later one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One run that is looked at: its curves, its ledger and the index of its rollouts, each refreshed
 when files have changed.
 
-Knows files, not pages.  Invariant: the ledger is asked by one thread, in short transactions that
-only read.
+Depends on files, not on pages.  Invariant: the ledger is asked by one thread, in short transactions
+that only read.
 """
 
 from __future__ import annotations

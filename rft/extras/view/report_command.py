@@ -5,14 +5,19 @@ their files alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rft.cli.options import Json, RunDir
 from rft.errors import ConfigError
 from rft.files.disk import write_whole
+
+if TYPE_CHECKING:
+    from rft.api.stored_run import StoredRun
+    from rft.extras.view.report_facts import RunFacts
 
 KEYS = (  # of `rft compare`, where a run has them
     "rollout/reward/mean",
@@ -36,18 +41,25 @@ def report(
     settings, versions.
     """
     from rft.api.stored_run import open_run
+
+    missing = write_report(open_run(run_dir), out)
+    for line in missing:
+        print(f"without   {line}")
+    print(f"report    {out}  {out.stat().st_size / 1e3:.0f} kB, to be opened with any browser")
+
+
+def write_report(run: StoredRun, out: Path) -> list[str]:
+    """Write the report to `out` and return what it lacks.  Raises ConfigError."""
     from rft.extras.view.report_facts import collect
     from rft.extras.view.report_page import page
 
     if out.suffix not in (".html", ".htm"):
         raise ConfigError("must end in .html", key="-o", given=str(out))
-    facts = collect(open_run(run_dir))
+    facts = collect(run)
     text = page(facts)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, text.encode("utf-8"), mode=0o644)
-    for line in facts.missing:
-        print(f"without   {line}")
-    print(f"report    {out}  {len(text.encode()) / 1e3:.0f} kB, to be opened with any browser")
+    return facts.missing
 
 
 def compare(
@@ -71,15 +83,10 @@ def compare(
     from rft.api.stored_run import open_run
     from rft.cli import show
     from rft.extras.view import report_comparison as comparison
-    from rft.extras.view.report_facts import collect
 
-    if len(runs) < 2:
-        raise ConfigError(
-            "give the folders of two runs or more", key="RUNS", given=" ".join(map(str, runs))
-        )
     if out is not None and out.suffix != ".svg":
         raise ConfigError("must end in .svg", key="-o", given=str(out))
-    facts = [collect(open_run(r), answers=False, keys=KEYS) for r in runs]
+    facts = _facts([open_run(r) for r in runs])
     names = comparison.short_names(facts)
     comparison_table = comparison.compared(facts, names, KEYS)
     if out is not None:
@@ -94,6 +101,23 @@ def compare(
             print("\n".join(show.table((title, *names), cells)) + "\n")
     if out is not None:
         print(f"picture  {out}")
+
+
+def compared(runs: Sequence[StoredRun]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the tables by title: name, then run, to value.  Raises ConfigError."""
+    from rft.extras.view import report_comparison as comparison
+
+    facts = _facts(runs)
+    return comparison.compared(facts, comparison.short_names(facts), KEYS)
+
+
+def _facts(runs: Sequence[StoredRun]) -> list[RunFacts]:
+    from rft.extras.view.report_facts import collect
+
+    if len(runs) < 2:
+        given = " ".join(str(run.run_dir) for run in runs)
+        raise ConfigError("give the folders of two runs or more", key="RUNS", given=given)
+    return [collect(run, answers=False, keys=KEYS) for run in runs]
 
 
 def _cell(value: Any) -> str:

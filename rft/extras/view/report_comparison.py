@@ -1,7 +1,7 @@
 """Runs beside each other: what each measured, what it cost, and which keys differ.
 
-Knows `RunFacts` of each run.  Invariant: a row is there where any of the runs has it, and a run
-without it has no cell.
+Depends on `RunFacts` of each run.  Invariant: a row is there where any of the runs has it, and a
+run without it has no cell.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What there is to say about a run: its subject, numbers, answers, cost, alarms and versions, read
 from its folder.
 
-Knows no HTML and no terminal.  Invariant: what a run does not have is left out, never guessed;
+Depends on no HTML and no terminal.  Invariant: what a run does not have is left out, never guessed;
 numbers are those of metrics.jsonl and of the ledger's views.
 """
 

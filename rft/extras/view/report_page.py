@@ -1,8 +1,8 @@
 """A run's facts as one HTML file that needs nothing else: no script, no other file, no network.
 
-Knows `RunFacts`; not where they come from.  Invariant: every text, of a model too, is escaped and
-made safe to read, secrets are redacted, and the page's own policy (a Content-Security-Policy)
-allows its one style sheet and nothing more.
+Depends on `RunFacts`, not on where they come from.  Invariant: every text, of a model too, is
+escaped and made safe to read, secrets are redacted, and the page's own policy (a
+Content-Security-Policy) allows its one style sheet and nothing more.
 """
 
 from __future__ import annotations

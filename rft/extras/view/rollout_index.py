@@ -1,9 +1,9 @@
 """What the table of rollouts is filtered and sorted by, in memory: the ledger has no index on
 rewards, and a viewer must not add one.
 
-Knows the ledger's tables on SQLite, where rows are numbered as they come; of PostgreSQL the server
-is asked instead. Invariant: the columns are those of the ledger at the last `refresh`; what is
-shown of a row is read from v_experiences.
+Depends on the ledger's tables on SQLite, where rows are numbered as they come; of PostgreSQL the
+server is asked instead. Invariant: the columns are those of the ledger at the last `refresh`; what
+is shown of a row is read from v_experiences.
 """
 
 from __future__ import annotations

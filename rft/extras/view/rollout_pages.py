@@ -1,8 +1,8 @@
 """What the pages about rollouts show, asked of the ledger: a page of the table, one rollout, a
 group, a task across weights.
 
-Knows the views of the ledger, neither addresses nor HTML.  Invariant: every number of a row is the
-one in v_experiences, v_groups or v_lineage.
+Depends on the views of the ledger, on neither addresses nor HTML.  Invariant: every number of a row
+is the one in v_experiences, v_groups or v_lineage.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Answers to SQL questions of people: a limited table for the page, CSV or Parquet whole.
 
-Knows `Questions.ask`, which only reads.  Invariant: a question has a connection and a thread of its
-own, so it holds up no page; a long answer is sent as it is read, and never takes more memory than
-MEMORY_BYTES in SQLite and two portions of rows here.
+Depends on `Questions.ask`, which only reads.  Invariant: a question has a connection and a thread
+of its own, so it holds up no page; a long answer is sent as it is read, and never takes more memory
+than MEMORY_BYTES in SQLite and two portions of rows here.
 """
 
 from __future__ import annotations

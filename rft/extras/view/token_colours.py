@@ -1,8 +1,8 @@
 """Tokens of one experience with what is known of each, and the class of colour that shows one
 number of it.
 
-Knows experiences, no pages.  Invariant: the numbers are those of the ledger and its payload;
-classes are steps of fixed scales, so that one colour means the same in every run.
+Depends on experiences, on no pages.  Invariant: the numbers are those of the ledger and its
+payload; classes are steps of fixed scales, so that one colour means the same in every run.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def shown_tokens(
     names = {v: i for i, v in enumerate(dict.fromkeys(v for _, _, v in spans))}
     earned = None if p.token_rewards is None else p.token_rewards.tolist()
     teacher = nothing if p.teacher_logprobs is None else p.teacher_logprobs.tolist()
-    place = np.cumsum(p.taught) - 1  # of a token among those that the teacher scored
+    place = np.cumsum(p.teacher_mask) - 1  # of a token among those that the teacher scored
     for at, (token, is_trained, *numbers) in enumerate(
         zip(p.tokens.tolist()[:most], trained, engine, trainer_logprobs, advantages, strict=False)
     ):

@@ -1,7 +1,7 @@
 """The pages: which address shows what.
 
-Knows addresses, templates, and the run that an address names; not who may ask.  Invariant: a
-handler only reads, and what takes long is done beside the event loop.
+Depends on addresses, templates, and the run that an address names, not on who may ask.  Invariant:
+a handler only reads, and what takes long is done beside the event loop.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The server of the pages: loopback only, one token in every address, reading only.
 
-Knows aiohttp and who may ask; not what pages show.  Invariants: an address without the token is
-answered with 403 and nothing else; only GET and HEAD are answered; a page may load nothing from
-elsewhere and runs no script but ours.
+Depends on aiohttp and who may ask, not on what pages show.  Invariants: an address without the
+token is answered with 403 and nothing else; only GET and HEAD are answered; a page may load nothing
+from elsewhere and runs no script but ours.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run Data-Juicer's filters in this process: `pip install rft-platform[data-juicer]`, no service.
 
-Knows no rows, and of recipes only the list `process`.  Invariant: a sample's texts never change;
-operators that change texts are refused.
+Depends on no rows, and of recipes only the list `process`.  Invariant: a sample's texts never
+change; operators that change texts are refused.
 """
 
 from __future__ import annotations

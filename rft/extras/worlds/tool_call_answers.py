@@ -3,7 +3,7 @@
 The gold answer is a list of {function: {argument: [allowed values]}}; "" among the values makes the
 argument optional.  A list of {"name", "arguments"} is accepted, too, also in OpenAI's form
 {"function": {"name", "arguments": JSON text}}: then each value is the only allowed one. The caller
-parses the calls; knows no engine.
+parses the calls; depends on no engine.
 """
 
 from __future__ import annotations

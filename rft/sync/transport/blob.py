@@ -1,6 +1,6 @@
 """Write tensors into an open file and describe them: common code of all file-like transports.
 
-Knows nothing of versions' lifetimes. Invariant: a tensor's hash is computed from the trainer's own
+Independent of versions' lifetimes. Invariant: a tensor's hash is computed from the trainer's own
 memory, not from the written bytes, so damage on the way to an engine is always detected.
 """
 

@@ -1,8 +1,8 @@
 """Write `checkpoints/global_step_N` under a temporary name and commit it by renaming its manifest.
 
-Knows folders and manifests; the ranks write the content.  Invariant: a crash at any moment leaves
-every committed checkpoint intact; an unfinished checkpoint has no manifest, and the next save
-removes temporary folders.
+Depends on folders and manifests; the ranks write the content.  Invariant: a crash at any moment
+leaves every committed checkpoint intact; an unfinished checkpoint has no manifest, and the next
+save removes temporary folders.
 """
 
 from __future__ import annotations

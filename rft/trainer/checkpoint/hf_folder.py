@@ -1,6 +1,6 @@
 """Assemble a Hugging Face folder from the parts that ranks have saved, without the ranks.
 
-Knows files, and a model without weights, which maps tensors to the names of checkpoints.
+Depends on files, and a model without weights, which maps tensors to the names of checkpoints.
 Invariant: one tensor is in memory at a time, except for a base model whose tensor names only
 loading reveals.
 """

@@ -1,9 +1,9 @@
 """Save and load one rank's part of a checkpoint: its rows of weights and optimizer averages, and a
 page of JSON.
 
-Knows models and optimizers; not versions, manifests or the schedule of saving. Invariant: `take`
-fixes the saved values, and `write` neither waits for other ranks nor reads the model, so training
-may go on meanwhile.
+Depends on models and optimizers, not on versions, manifests or the schedule of saving. Invariant:
+`take` fixes the saved values, and `write` neither waits for other ranks nor reads the model, so
+training may go on meanwhile.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Store the tensors of all ranks in one folder, a file per rank:
 `model-00001-of-00002.safetensors`, ...
 
-Knows files and the rank that owns each row; not models or optimizers.  Nothing is gathered for
-writing or reading, and any number of ranks reads files of any other number.  Invariant: the files
-of a kind are of one step, and together contain every row once.
+Depends on files and the rank that owns each row, not on models or optimizers.  Nothing is gathered
+for writing or reading, and any number of ranks reads files of any other number.  Invariant: the
+files of a kind are of one step, and together contain every row once.
 """
 
 from __future__ import annotations

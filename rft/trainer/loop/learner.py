@@ -1,7 +1,8 @@
 """One rank of the trainer: models, optimizers, train steps and checkpoints.
 
-Knows rows, micro-batches and algorithms; not buffers, tasks or the training loop.  Every public
-method is collective: all ranks call it together, each with its own share, in a separate thread.
+Depends on rows, micro-batches and algorithms, not on buffers, tasks or the training loop.  Public
+methods are collective, unless they say otherwise: all ranks call them together, each with its own
+batch.
 Invariant: a step with a non-finite gradient changes neither weights nor optimizer state.
 """
 
@@ -63,35 +64,34 @@ class Learner(RankModels):
         updated.
         """
         s = self.settings
-        trace = partial(
+        traced = partial(
             profiling.traced,
             self.settings.profiler,
             self.settings.profile_folder,
             self.rank,
             batch.step,
         )
-        with self._memory(f"train step {batch.step}"), trace():
+        with self._memory(f"train step {batch.step}"), traced():
             # each step has its own seed, so no generator state is saved
             torch.manual_seed(s.seed * 1_000_003 + batch.step)
-            learnt = None
+            critic_result = None
             if critic is not None:
-                assert self.critic is not None, "`needs` says so"
-                with trace("critic"):
-                    learnt = self._passes(
+                assert self.critic is not None, "a critic's batch without a critic"
+                with traced("critic"):
+                    critic_result = self._passes(
                         critic,
                         s.critic.ppo_epochs,
                         s.critic.optim,
-                        self._criticise,
+                        self._accumulate_critic,
                         self.critic.update,
                     )
-            warming = learnt is not None and batch.step <= s.critic.warmup
-            with trace("policy"):
-                result = self._passes(
-                    batch, 0 if warming else s.ppo_epochs, s.optim, self._accumulate, self._update
-                )
+            in_warmup = critic_result is not None and batch.step <= s.critic.warmup
+            epochs = 0 if in_warmup else s.ppo_epochs
+            with traced("policy"):
+                result = self._passes(batch, epochs, s.optim, self._accumulate, self._update)
             if result.updates:
-                self._proximal.current = False
-        return msgspec.structs.replace(result, critic=learnt)
+                self._proximal.current = False  # the remembered weights are older now
+        return msgspec.structs.replace(result, critic=critic_result)
 
     def _passes(
         self,
@@ -101,14 +101,15 @@ class Learner(RankModels):
         accumulate: Accumulate,
         update: Update,
     ) -> StepResult:
-        """Run `epochs` passes over all micro-batches, each with one update unless non-finite."""
+        """Run `epochs` passes over all micro-batches; each ends with one update if its gradient is
+        finite.
+        """
         s = self.settings
         lr = learning_rate(optim, batch.step, s.total_steps)
         counted: list[tuple[dict[str, float], dict[str, float]]] = []
         norms: list[float] = []
-        logprobs_by_micro: dict[
-            int, torch.Tensor
-        ] = {}  # of the weights before the step, by micro-batch
+        # log-probs before the step, by micro-batch
+        logprobs_by_micro: dict[int, torch.Tensor] = {}
         seconds = {"forward_backward": 0.0, "update": 0.0}
         tokens = positions = 0
         for epoch in range(epochs):
@@ -127,7 +128,7 @@ class Learner(RankModels):
                 logprobs = accumulate(batch.micro_batches[i], batch, totals)
                 if s.keep_trainer_logprobs and epoch == 0 and logprobs is not None:
                     logprobs_by_micro[i] = logprobs
-            counted.append(totals.numbers())  # waits for the device
+            counted.append(totals.numbers())  # waits until the GPU is done
             computed = time.perf_counter()
             fault("trainer.update.before")
             norms.append(update(lr))
@@ -155,7 +156,9 @@ class Learner(RankModels):
             ],
         )
 
-    def _criticise(self, rows: Sequence[TrainRow], batch: RankBatch, totals: StepTotals) -> None:
+    def _accumulate_critic(
+        self, rows: Sequence[TrainRow], batch: RankBatch, totals: StepTotals
+    ) -> None:
         """Add the critic's gradient of one micro-batch."""
         assert self.critic is not None
         micro = self._micro_batch(rows, self.critic)
@@ -172,7 +175,7 @@ class Learner(RankModels):
         """Add the gradient of one micro-batch; return its log-probs [N], None without rows."""
         micro = self._micro_batch(rows)
         x, probabilities = self._loss_inputs(micro, batch)
-        if not rows:
+        if not rows:  # no gradient, but the rank takes part in the collectives of the backward
             (x.logprobs * 0).sum().backward()
             return None
         out = self.algorithm.loss(x)

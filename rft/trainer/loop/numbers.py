@@ -1,8 +1,8 @@
 """Turn the sums of a train step into metrics: of the policy, of the critic, and of the mismatch
 with the samplers.
 
-Knows step results; not the destination of metrics.  Invariant: a metric without data in a step is
-left out, never 0.
+Depends on step results, not on the destination of metrics.  Invariant: a metric without data in a
+step is left out, never 0.
 """
 
 from __future__ import annotations

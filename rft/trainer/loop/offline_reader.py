@@ -1,8 +1,8 @@
 """Serve the rows of a data set as train batches, and compute the loss on held-out rows.
 
-Knows records and the order of a data set; not files, templates or losses.  Invariant: the rows of a
-step follow from the step alone, so a checkpoint's position in the data is its step, and no state of
-the rows is stored.
+Depends on records and the order of a data set, not on files, templates or losses.  Invariant: the
+rows of a step follow from the step alone, so a checkpoint's position in the data is its step, and
+no state of the rows is stored.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Write traces of single train steps: a Chrome trace file for each traced rank and step, or phase.
 
-Knows torch's profiler.  Invariant: a step that is not listed runs without a profiler.
+Depends on torch's profiler.  Invariant: a step that is not listed runs without a profiler.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The models of one rank and their forward passes: losses, log-probs, values.
 
-Knows rows, micro-batches and algorithms; not optimizers, files or the training loop.  Invariant:
-rows are trained in a layout that is proven exact for the loaded models.
+Depends on rows, micro-batches and algorithms, not on optimizers, files or the training loop.
+Invariant: rows are trained in a layout that is proven exact for the loaded models.
 """
 
 from __future__ import annotations

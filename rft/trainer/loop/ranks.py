@@ -2,7 +2,7 @@
 the call.
 
 The local rank works in its own thread, so the event loop stays free (the canary requests scores
-while weights are published). Knows neither Ray nor buffers.  Invariant: collective calls reach
+while weights are published). Depends on neither Ray nor buffers.  Invariant: collective calls reach
 every rank in the same order.
 """
 
@@ -144,7 +144,9 @@ class Ranks:
         """Return whether the step computes the policy, not the critic alone."""
         return batch.critic is None or batch.shares[0].step > self.settings.critic.warmup
 
-    def steer(self, kl_penalty: float | None, report: StepResult, rows: int, tokens: int) -> None:
+    def update_controllers(
+        self, kl_penalty: float | None, report: StepResult, rows: int, tokens: int
+    ) -> None:
         """Update the controllers after a step that changed the weights.
 
         `kl_penalty`: KL of the reward's penalty; what the losses measure comes from `report`.

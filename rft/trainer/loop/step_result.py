@@ -22,7 +22,7 @@ class StepResult(Struct, kw_only=True):
 
     sums: dict[str, float]
     maxima: dict[str, float]
-    trained_tokens: int  # tokens that count in the computed losses
+    trained_tokens: int  # tokens in the computed losses
     computed_positions: int  # positions the model computed, shared prefixes once
     updates: int  # updates of the weights
     skipped: int  # passes with a non-finite gradient; they change nothing
@@ -35,13 +35,13 @@ class StepResult(Struct, kw_only=True):
 
     @property
     def finite(self) -> bool:
-        """Return whether the step changed weights, so that its rows count as used."""
+        """Return whether the step changed weights, so that its rows are used."""
         return self.updates > 0 or (self.critic is not None and self.critic.finite)
 
     @property
-    def stuck(self) -> StepResult | None:
+    def nonfinite(self) -> StepResult | None:
         """Return the result of the policy or the critic if every pass was non-finite, else None."""
-        return self if self.skipped and not self.updates else self.critic and self.critic.stuck
+        return self if self.skipped and not self.updates else self.critic and self.critic.nonfinite
 
 
 def combined(results: Sequence[StepResult]) -> StepResult:

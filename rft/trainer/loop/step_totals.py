@@ -1,6 +1,6 @@
 """Add up metric sums and maxima of one step on one rank, on the device until they are read once.
 
-Knows rows and micro-batches; not models or losses.
+Depends on rows and micro-batches, not on models or losses.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Collect the trainer's log-prob and advantage of every trained token before a step, for the ledger
-(monitor.keep_trainer_logprobs).
+"""A train step that also collects the trainer's log-prob and advantage of every trained token, for
+the ledger (monitor.keep_trainer_logprobs).
 
-Knows ranks and leases; not tables.  Invariant: all numbers belong to the weights before the step,
-in the order of each row's trained tokens.
+Depends on ranks and leases, not on tables.  Invariant: all numbers belong to the weights before the
+step, in the order of each row's trained tokens.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from rft.trainer.rows.batch_builder import DecodedLease, StepBatch
 from rft.types import token_logprobs
 
 
-async def step(
+async def train_step(
     ranks: Ranks, decoded: DecodedLease, batch: StepBatch
 ) -> tuple[StepResult, bytes | None]:
     """Train a step; return its result and the encoded numbers of all rows, None if not kept.
 
-    Rows that the step leaves out are scored before it.
+    For rows that the step leaves out, the log-probs are computed before it.
     """
     if not ranks.settings.keep_trainer_logprobs:
         return await ranks.step(batch.shares, batch.critic), None

@@ -1,8 +1,9 @@
 """The training loop: lease a batch, train on it, publish and save if due, log its metrics.
 
-Knows ports, ranks and checkpoints; not tasks, engines or losses.  Offline training publishes
-nothing.  Invariant: leased rows are used or explained step by step, in order, and a checkpoint
-counts exactly the uses up to its step.
+Depends on ranks, checkpoints and the interfaces of the other parts (`rft.types.ports`), not on
+tasks, engines or losses.  Offline training publishes nothing.  Invariant: each leased row is
+recorded as used or discarded, in the order of the steps, and a checkpoint records exactly the uses
+up to its step.
 """
 
 from __future__ import annotations
@@ -80,17 +81,17 @@ class Trainer:
         self._checkpoints = Checkpoints(folder, s.max_checkpoints_to_keep, best)
         self._leases: deque[Lease] = deque()  # leases of the next steps
         self._window = Window()
-        self._ahead = 0  # explore batches requested beyond their own by steps that lacked rows
+        self._early_batches = 0  # explore batches that steps short of rows have taken early
         # the checkpoint being written while steps go on
-        self._writing: asyncio.Future[Manifest] | None = None
+        self._checkpoint: asyncio.Future[Manifest] | None = None
         self._stop = asyncio.Event()
         self._published: Version | None = None
-        self._saved = None if self.parent is None else self.parent.step
-        self._due = SaveSchedule(s.save_interval, s.save_after_s)
-        self._nonfinite = 0
+        self._saved_step = None if self.parent is None else self.parent.step
+        self._save_schedule = SaveSchedule(s.save_interval, s.save_after_s)
+        self._nonfinite = 0  # steps in a row with a non-finite gradient
         self._seconds: dict[str, float] = defaultdict(float)
-        self._notes: tuple[str, ...] = ()  # notes of the step
-        self._factors: dict[str, float] = {}  # of the terms in the current step
+        self._notes: tuple[str, ...] = ()  # for the metrics of the current step
+        self._factors: dict[str, float] = {}  # of the loss terms in the current step
 
     async def run(self) -> None:
         """Train until `total_steps`, the end of data, or `stop`.
@@ -100,10 +101,11 @@ class Trainer:
         try:
             await self._run()
         finally:  # finish writing a checkpoint even if the run failed
-            if self._writing is not None:
-                await asyncio.gather(self._writing, return_exceptions=True)
+            if self._checkpoint is not None:
+                await asyncio.gather(self._checkpoint, return_exceptions=True)
 
     async def _run(self) -> None:
+        """Publish the first weights, then train step by step, then save and publish the last."""
         s = self.settings
         step = self.start_step
         await self._publish(step)
@@ -112,36 +114,36 @@ class Trainer:
         while step < s.total_steps:
             began = time.perf_counter()
             self._seconds.clear()
-            if self._writing is not None and self._writing.done():
-                await self._written()
+            if self._checkpoint is not None and self._checkpoint.done():
+                await self._end_checkpoint()
             if (lease := await self._next(step)) is None:
                 break
             step += 1
             fault("trainer.leased")
             batch, report = await self._train(lease)
-            if self.must_publish(step) or (
-                self.sync is not None and await self.sync.step_finished(step)
-            ):
+            publishes = self.must_publish(step)
+            if not publishes and self.sync is not None:  # then an explorer may request the weights
+                publishes = await self.sync.step_finished(step)
+            if publishes:
                 await self._publish(step)
             if step < s.total_steps and s.eval_interval and step % s.eval_interval == 0:
                 await self._evaluate(step)
-            self._due.trained(step)
+            self._save_schedule.trained(step)
             if step < s.total_steps:
                 await self._save_if_due()
             await self._log(step, batch, report, lease, time.perf_counter() - began)
             if self._nonfinite >= s.max_nonfinite_steps:
                 await self._save(step, export=False)
                 raise RunFailed(
-                    f"{self._nonfinite} train steps in a row, the last being {step}, had a "
-                    f"gradient that is not finite, which changes no "
-                    f"weights.  A checkpoint of step {step} is saved.  Lower the learning rate or "
-                    f"look at the rows of these steps"
+                    f"the last {self._nonfinite} train steps, up to step {step}, had a gradient "
+                    f"that is not finite and changed no weights.  A checkpoint of step {step} is "
+                    f"saved.  Lower the learning rate or look at the rows of these steps"
                 )
         if step >= s.total_steps or not self._stop.is_set():
             await self._finish(step)
-        elif self._saved != step:
+        elif self._saved_step != step:
             await self._save(step, export=False)
-        await self._written()
+        await self._end_checkpoint()
 
     async def stop(self) -> None:
         """End after the current step, with a checkpoint; a wait for data ends at once."""
@@ -153,22 +155,22 @@ class Trainer:
 
     # ------------------------------------------------------------ one step
 
-    async def _next(self, step: int) -> Lease | None:
-        """Lease the rows of the step after `step`; return None at the end of data or after `stop`.
+    async def _next(self, done: int) -> Lease | None:
+        """Lease the rows of step `done` + 1; return None at the end of data or after `stop`.
 
-        The rows of `require_batches` steps are leased together.
+        The rows of `require_batches` steps are leased at once.
         """
         if not self._leases:
             count = self.settings.require_batches
-            last = min(step - step % count + count, self.settings.total_steps)
-            for later in range(step + 1, last + 1):
-                if (lease := await self._lease(later)) is None:
+            last = min(done - done % count + count, self.settings.total_steps)
+            for step in range(done + 1, last + 1):
+                if (lease := await self._lease(step)) is None:
                     break
                 self._leases.append(lease)
         if not self._leases or self._stop.is_set():
             return None
         if self.sync is not None:
-            await self.sync.step_started(step + 1)
+            await self.sync.step_started(done + 1)
         return self._leases.popleft()
 
     async def _lease(self, step: int) -> Lease | None:
@@ -186,27 +188,28 @@ class Trainer:
                 await _cancel(lease, stop)
 
     async def _wait(self, lease: asyncio.Future[Any], stop: asyncio.Future[Any], step: int) -> None:
-        """Wait for `lease` or `stop`; meanwhile save if due, and publish `step` on demand."""
-        demands: list[asyncio.Future[bool]] = []  # at most one
+        """Wait for `lease` or `stop`; meanwhile save if due, and publish `step` if an explorer
+        requests it.
+        """
+        requests: list[asyncio.Future[bool]] = []  # at most one
         try:
             while not lease.done() and not stop.done():
-                if self.on_demand and self.sync is not None and not demands:
-                    demands = [asyncio.ensure_future(self.sync.wait_for_demand(step))]
+                if self.on_demand and self.sync is not None and not requests:
+                    requests = [asyncio.ensure_future(self.sync.wait_for_demand(step))]
                 await asyncio.wait(
-                    {lease, stop, *demands},
-                    timeout=self._due.left_s,
+                    {lease, stop, *requests},
+                    timeout=self._save_schedule.left_s,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 began = time.perf_counter()
                 await self._save_if_due()
-                if demands and demands[0].done() and not lease.done():
-                    demanded = demands.pop().result()
-                    if demanded:
-                        await self._publish(step)
-                # publishing and saving count as `sync` and `checkpoint` time
+                answered = requests and requests[0].done() and not lease.done()
+                if answered and requests.pop().result():
+                    await self._publish(step)
+                # publishing and saving are `sync` and `checkpoint` time, not `wait`
                 self._seconds["wait"] -= time.perf_counter() - began
         finally:
-            await _cancel(*demands)
+            await _cancel(*requests)
 
     async def _read(self, step: int) -> Lease:
         """Lease the rows of `step`; request a later batch if only that can supply missing rows."""
@@ -220,20 +223,22 @@ class Trainer:
                     rows=s.batch_rows,
                     deadline_s=s.read_deadline_s,
                     max_staleness=s.max_staleness,
-                    until=None if first is None else first + self._ahead,
+                    until=None if first is None else first + self._early_batches,
                 )
             except NeedMore as e:
                 if self.sync is None:  # without an explorer
                     raise
                 await self.sync.allow_batch(e.batch)
-                self._ahead = max(self._ahead, e.batch + 1 - (first or 0))
+                self._early_batches = max(self._early_batches, e.batch + 1 - (first or 0))
 
     async def _train(self, lease: Lease) -> tuple[StepBatch, StepResult | None]:
-        """Train on the lease and record its rows as used; the result is None if no token counts."""
+        """Train on the lease and record its rows as used or discarded; the result is None if the
+        loss has no token.
+        """
         ranks = self.ranks
         needs = ranks.algorithm.needs
         report = None
-        numbers = None
+        logprobs = None
         with self._timed("train"), works(f"train step {lease.step}"):
             decoded = batch_builder.decode_lease(
                 lease,
@@ -244,7 +249,7 @@ class Trainer:
             )
             if self.sync is not None:
                 self._window.rows(decoded.experiences)
-            else:  # without engines no canary checks the log-probs
+            else:  # without engines there is no canary, so compare the log-probs here
                 self._notes = await ranks.check_rows(decoded.rows)
             with self._timed("train/before"):
                 computed = await ranks.prepare(decoded.rows)
@@ -261,26 +266,22 @@ class Trainer:
                 )
             self._factors = ranks.factors
             if batch.tokens:
-                report, numbers = await token_numbers.step(ranks, decoded, batch)
+                report, logprobs = await token_numbers.train_step(ranks, decoded, batch)
         if report is None:
-            log.warning(
-                "step %d: the algorithm rejects all tokens of its %d rows, so it is skipped",
-                lease.step,
-                len(decoded.rows),
-            )
+            rejected = "step %d is skipped: the algorithm rejected every token of its %d rows"
+            log.warning(rejected, lease.step, len(decoded.rows))
             await self.buffer.discard(lease.step, "rejected")
             return batch, None
-        self._nonfinite = self._nonfinite + 1 if (stuck := report.stuck) else 0
-        if stuck is not None:
+        self._nonfinite = self._nonfinite + 1 if (nonfinite := report.nonfinite) else 0
+        if nonfinite is not None:
+            what = "critic" if nonfinite is report.critic else "policy"
+            norm = nonfinite.grad_norm
             log.warning(
-                "step %d: gradient norm is %s; the %s learns nothing from it",
-                lease.step,
-                stuck.grad_norm,
-                "critic" if stuck is report.critic else "policy",
+                "step %d: gradient norm %s, so the %s keeps its weights", lease.step, norm, what
             )
         if report.finite:
-            ranks.steer(batch.kl, report, batch.rows, batch.tokens)
-            await self.buffer.use(lease.step, numbers)
+            ranks.update_controllers(batch.kl, report, batch.rows, batch.tokens)
+            await self.buffer.use(lease.step, logprobs)
             fault("trainer.used")
         else:
             await self.buffer.discard(lease.step, "nonfinite")
@@ -310,16 +311,15 @@ class Trainer:
 
     async def _save_if_due(self) -> None:
         """Save if the schedule says so; with `async_save` steps go on meanwhile."""
-        if self._due.due:
+        if self._save_schedule.due:
             export = self.settings.save_hf_checkpoint == "always"
-            await self._save(
-                self._due.step, export=export, wait=export or not self.settings.async_save
-            )
+            wait = export or not self.settings.async_save
+            await self._save(self._save_schedule.step, export=export, wait=wait)
 
     async def _save(self, step: int, *, export: bool, wait: bool = True) -> None:
         """Commit a checkpoint of `step`; without `wait`, write it while steps go on, one at a time."""
         with self._timed("checkpoint"), works(f"saving the checkpoint of step {step}"):
-            await self._written()
+            await self._end_checkpoint()
             consumption = await self.buffer.consumption(step)
             await self.ranks.take(step, copy=not wait)
             fault("checkpoint.taken")
@@ -332,30 +332,30 @@ class Trainer:
                 return {f"trainer/{name}": digest for name, digest in hashes.items()}
 
             version = Version(self.lineage, step)
-            self._writing = asyncio.ensure_future(
+            self._checkpoint = asyncio.ensure_future(
                 self._checkpoints.save(version, self.parent, consumption, fill)
             )
-            self._saved = step
-            self._due.saved()
+            self._saved_step = step
+            self._save_schedule.saved()
             if wait:
-                await self._written()
+                await self._end_checkpoint()
 
-    async def _written(self) -> None:
+    async def _end_checkpoint(self) -> None:
         """Wait until the checkpoint being written is committed; raise its error."""
-        writing = self._writing
-        self._writing = None
-        if writing is not None:
-            log.info("checkpoint of step %d committed", (await writing).version.step)
+        checkpoint = self._checkpoint
+        self._checkpoint = None
+        if checkpoint is not None:
+            log.info("checkpoint of step %d committed", (await checkpoint).version.step)
 
     async def _finish(self, step: int) -> None:
         """Publish the last weights, save and export them, and announce the end."""
         if self._published != Version(self.lineage, step):
             await self._publish(step)
         await self._evaluate(step)
-        await self._written()
+        await self._end_checkpoint()
         export = self.settings.save_hf_checkpoint != "never"
         folder = self.settings.checkpoint_dir / manifests.folder_name(step)
-        if self._saved != step or (export and not (folder / "huggingface").is_dir()):
+        if self._saved_step != step or (export and not (folder / "huggingface").is_dir()):
             await self._save(step, export=export)
         if self.sync is not None:
             await self.sync.step_finished(step, finished=True)
@@ -385,7 +385,7 @@ class Trainer:
     async def _emit(
         self, role: Role, step: int, values: dict[str, float], notes: tuple[str, ...] = ()
     ) -> None:
-        record = MetricRecord(role=role, step=step, time=time.time(), values=values, notes=notes)
+        record = MetricRecord(role=role, step=step, values=values, notes=notes)
         await self.sink.log(record)
 
     @contextmanager

@@ -1,8 +1,8 @@
 """Read and write an adapter folder in peft's format, and choose the layers that an adapter is for.
 Torch-free.
 
-Knows files and names; not training.  Invariant: an accepted adapter is plain LoRA, of one rank, on
-linear layers that the model has, so that its product can be added to their weights.
+Depends on files and names, not on training.  Invariant: an accepted adapter is plain LoRA, of one
+rank, on linear layers that the model has, so that its product can be added to their weights.
 """
 
 from __future__ import annotations

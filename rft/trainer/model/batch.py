@@ -1,8 +1,8 @@
 """Build the tensors that a model reads from the rows of a micro-batch, for training, scoring and
 the reference model.
 
-Knows rows and layouts; not models or losses.  Invariant: token n of the result belongs to row
-`row[n]`; rows keep their order and tokens the order of their row, in every layout.
+Depends on rows and layouts, not on models or losses.  Invariant: token n of the result belongs to
+row `row[n]`; rows keep their order and tokens the order of their row, in every layout.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The value model of PPO: a language model's transformer body with a scalar output, and its
 optimizer.
 
-Knows micro-batches and the value loss; not advantages, buffers or the policy.  Loading, sharding
-and saving are those of a policy, because a critic is a policy with another output layer. Invariant:
-V of a token is read at the position that predicts the token, so it depends on everything before the
-token and not on the token.
+Depends on micro-batches and the value loss, not on advantages, buffers or the policy.  Loading,
+sharding and saving are those of a policy, because a critic is a policy with another output layer.
+Invariant: V of a token is read at the position that predicts the token, so it depends on everything
+before the token and not on the token.
 """
 
 from __future__ import annotations

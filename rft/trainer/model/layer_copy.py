@@ -3,8 +3,8 @@ errors.
 
 Whether a layer sees across row boundaries follows from its code and configuration, not from its
 weights or dtype.  So the copy has the model's first layers, up to one of every kind, at their
-original sizes, and a small vocabulary without an output layer. Knows modules and configurations;
-not weights.  Invariant: the state of torch's random generators is restored.
+original sizes, and a small vocabulary without an output layer. Depends on modules and
+configurations, not on weights.  Invariant: the state of torch's random generators is restored.
 """
 
 from __future__ import annotations

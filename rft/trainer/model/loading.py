@@ -1,9 +1,9 @@
 """Build a Hugging Face model without weights, then fill it from safetensors; every rank reads only
 its own rows.
 
-Knows transformers' conventions (tied names, buffers that are no weights); not FSDP2's settings or
-losses. Invariant: no parameter or buffer stays without a value; missing tensors are refused by
-name.
+Depends on transformers' conventions (tied names, buffers that are no weights), not on FSDP2's
+settings or losses. Invariant: no parameter or buffer stays without a value; missing tensors are
+refused by name.
 """
 
 from __future__ import annotations

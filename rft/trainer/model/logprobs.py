@@ -1,12 +1,12 @@
 """Compute log-probs of given tokens from hidden states without materialising the logits of a full
 row.
 
-Knows hidden states, the output layer's weight and temperatures; not models or losses.  Logits are
-computed tile by tile, some tokens by a part of the vocabulary; the forward pass carries running
-sums of softmax from tile to tile (arXiv:1805.02867), the backward pass recomputes most tiles. Tiles
-fit into a processor's cache, where passes over them are cheap. Invariant: besides inputs, outputs
-and gradients, memory holds at most three tiles of logits, and `KEPT_BYTES` of them for the backward
-pass, unless a caller allows more (`one_tile`, `keep_all`).
+Depends on hidden states, the output layer's weight and temperatures, not on models or losses.
+Logits are computed tile by tile, some tokens by a part of the vocabulary; the forward pass carries
+running sums of softmax from tile to tile (arXiv:1805.02867), the backward pass recomputes most
+tiles. Tiles fit into a processor's cache, where passes over them are cheap. Invariant: besides
+inputs, outputs and gradients, memory holds at most three tiles of logits, and `KEPT_BYTES` of them
+for the backward pass, unless a caller allows more (`one_tile`, `keep_all`).
 """
 
 from __future__ import annotations

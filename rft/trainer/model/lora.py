@@ -1,9 +1,9 @@
 """The adapter inside a model: peft's layers in place of linear layers, their values, and weights
 with the adapter merged.
 
-Knows peft's LoRA layers and how tensors are cut over ranks; not losses, optimizers or the files of
-a run. Invariant: the same seed gives the same adapter on every rank and for every number of ranks;
-the base is never changed.
+Depends on peft's LoRA layers and how tensors are cut over ranks, not on losses, optimizers or the
+files of a run. Invariant: the same seed gives the same adapter on every rank and for every number
+of ranks; the base is never changed.
 """
 
 from __future__ import annotations

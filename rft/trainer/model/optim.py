@@ -1,8 +1,8 @@
 """Build an optimizer by name, and convert its state into the tensors and numbers of a checkpoint.
 
-Knows torch's optimizers; not models, files or schedules.  Invariant: all parameters that ever had a
-gradient have made the same number of updates, so one set of numbers serves all; parameters without
-a gradient, such as vision towers, have no state and do not change.
+Depends on torch's optimizers, not on models, files or schedules.  Invariant: all parameters that
+ever had a gradient have made the same number of updates, so one set of numbers serves all;
+parameters without a gradient, such as vision towers, have no state and do not change.
 """
 
 from __future__ import annotations

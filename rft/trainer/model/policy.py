@@ -1,6 +1,6 @@
 """Load a causal language model as a policy: micro-batch in, log-probs of its trained tokens out.
 
-Knows transformers and FSDP2; not losses, optimizers or files of a run.
+Depends on transformers and FSDP2, not on losses, optimizers or files of a run.
 Invariant: callers always call the outermost module, so FSDP2's hooks run for the output layer and
 the log-probs too.
 """
@@ -284,6 +284,13 @@ def place(
 ) -> Policy:
     """Shard `policy`, allocate its meta parameters, and fill it from the folder `fill`."""
     if trained and settings.gradient_checkpointing:
+        if not policy.lm.supports_gradient_checkpointing:
+            raise ConfigError(
+                f"is true, and transformers does not offer it for {type(policy.lm).__name__}; write "
+                f"false, and a smaller trainer.max_token_len_per_gpu where memory is short",
+                key="trainer.enable_gradient_checkpointing",
+                given=True,
+            )
         more = {"offload": True} if settings.activation_offload else {}
         policy.lm.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}, **more

@@ -1,8 +1,8 @@
 """Multiply float32 matrices with oneDNN, which is faster than MKL on AMD's processors.  torch has
 both and prefers MKL.
 
-Knows torch's operators; not models.  Invariant: matrices that oneDNN cannot multiply, and all other
-dtypes, are multiplied as before.
+Depends on torch's operators, not on models.  Invariant: matrices that oneDNN cannot multiply, and
+all other dtypes, are multiplied as before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The weights of the proximal policy, those at the start of a window of steps, in host memory.
 
-Knows the policy's trained parameters.  Invariant: each rank keeps its own part, and the trained
-weights are restored even after an error.
+Depends on the policy's trained parameters.  Invariant: each rank keeps its own part, and the
+trained weights are restored even after an error.
 """
 
 from __future__ import annotations

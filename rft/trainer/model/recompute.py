@@ -3,9 +3,9 @@
 transformers writes them as several operations, and autograd stores the inputs of each: the
 normalised input of an RMS norm, the activated gate and the product of a gated MLP.  Cheap
 operations restore both from tensors that are stored anyway, so the backward pass recomputes them
-here: a third less activation memory of the layers, at no cost in time. Knows modules and autograd;
-not models' names.  Invariant: the forward pass makes the same operations in the same order, so its
-results are bitwise equal, and modules whose code is not Llama's are unchanged.
+here: a third less activation memory of the layers, at no cost in time. Depends on modules and
+autograd, not on models' names.  Invariant: the forward pass makes the same operations in the same
+order, so its results are bitwise equal, and modules whose code is not Llama's are unchanged.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ differently), and the layout is exact in float64 on a copy of the model's first 
 rounding hides a wrong layer. A model that numbers its input positions itself, instead of using
 `position_ids`, may be right only near its beginning (Llama 4 scales attention by position, in steps
 of 8,192).  It is also compared behind as many other positions as a micro-batch of the run can have.
-Knows policies and critics; not losses.  Invariant: all ranks reach the same verdict.
+Depends on policies and critics, not on losses.  Invariant: all ranks reach the same verdict.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Let ranks meet and shard a model over them with FSDP2.
 
-Knows process groups, meshes and FSDP2; not the model's computation.  Invariant: gradients are
-summed over all ranks and never averaged, because losses are local sums over the totals of the whole
-step.
+Depends on process groups, meshes and FSDP2, not on the model's computation.  Invariant: gradients
+are summed over all ranks and never averaged, because losses are local sums over the totals of the
+whole step.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Such a layer reads every position before its own, so over rows one after another
 state from one row into the next.  Here the mixer of each layer gets the rectangles of padded rows
 that attention uses (`rft.trainer.model.attention`); norms, MLPs, attention and the output layer
 still compute packed positions.  A rectangle is an ordinary batch of rows, so kernels and plain
-torch code compute it alike.  Knows modules and rectangles, not families.  Invariant: padding is
+torch code compute it alike.  Depends on modules and rectangles, not on families.  Invariant: padding is
 behind a row's end, and a causal layer never reads it.
 """
 

@@ -1,10 +1,10 @@
 """Write and read large sets of tensors as safetensors files, in pieces: each rank only its own
 rows.
 
-Knows the file format and how FSDP2 cuts a tensor (by rows), not models.  A file may contain some
-rows of a tensor; its metadata says which, so a set of files is self-describing. Invariant: a file
-written here is fsynced and readable by any safetensors library; reading takes one buffer of CHUNK
-bytes, no mapping.
+Depends on the file format and how FSDP2 cuts a tensor (by rows), not on models.  A file may contain
+some rows of a tensor; its metadata says which, so a set of files is self-describing. Invariant: a
+file written here is fsynced and readable by any safetensors library; reading takes one buffer of
+CHUNK bytes, no mapping.
 """
 
 from __future__ import annotations

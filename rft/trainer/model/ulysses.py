@@ -5,8 +5,8 @@ Every rank of a group gets the same micro-batch and computes an equal slice of i
 Around attention, heads are dealt out and positions gathered, so each rank attends over all
 positions with its share of the heads, and prefix trees work as on one rank.  Log-probs are gathered
 at the end: every rank gets those of all tokens and computes the same loss, and receives the
-gradient of its own tokens. Knows layouts and process groups; not losses. Invariant: gradients
-summed over all ranks equal the gradient of a single rank that computes everything.
+gradient of its own tokens. Depends on layouts and process groups, not on losses. Invariant:
+gradients summed over all ranks equal the gradient of a single rank that computes everything.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Turn a lease into the share of each rank: check rows, compute advantages, plan micro-batches.
+"""Turn a lease into one batch per rank (its share): check rows, compute advantages, plan
+micro-batches.
 
-The one place where advantages are computed.  Knows experiences and the algorithm; not models.
-Invariant: denominators count every trained token of the lease, also of rows whose loss is known to
-be zero and is not computed.
+The one place where advantages are computed.  Depends on experiences and the algorithm, not on
+models.  Invariant: denominators include the tokens of rows that are skipped because their loss is
+zero.
 """
 
 from __future__ import annotations
@@ -67,8 +68,10 @@ def decode_lease(
 ) -> DecodedLease:
     """Decode the rows of a lease and check them for the needs of the policy loss.
 
-    `samples`, `pairs`, `any_sampling`, `teacher_top`: fields of the algorithm's `needs`.  Raises
-    RunFailed for rows that the loss cannot use.
+    As in the algorithm's `needs`: `samples`: which rows need the sampler's log-probs; `pairs`: rows
+    are (chosen, rejected) pairs; `any_sampling`: accept sampling that the trainer cannot recompute;
+    `teacher_top`: most likely tokens of a teacher.  Raises RunFailed for rows that the loss cannot
+    use.
     """
     experiences = decode(lease.frame, checked=True)
     groups = {stats.group for stats in lease.groups}
@@ -101,8 +104,8 @@ def build_step(
 ) -> StepBatch:
     """Compute advantages and plan the shares of all ranks.
 
-    `computed`: for each row the arrays that `algorithm.needs.before` names. `factors`: those
-    of the terms in this step, by the names of `needs.controllers`.
+    `computed`: for each row the log-probs and values that `algorithm.needs.before` names.
+    `factors`: current coefficients of KL and entropy terms, by the names of `needs.controllers`.
     """
     factors = dict(factors or {})
     step = decoded.lease.step
@@ -116,11 +119,10 @@ def build_step(
     prepared = algorithm.prepare(inputs, kl_coef=factors.get("kl_penalty"))
     selected = range(len(decoded.rows)) if prepared.selected is None else prepared.selected
     ids = [decoded.experiences[i].id for i in selected]
-    rows = _with_runs(
-        [_completed(decoded.rows[i], n, prepared, computed[i]) for n, i in enumerate(selected)], ids
-    )
-    trained = [n for n, row in enumerate(rows) if _has_loss(row, algorithm.needs.skips_zero)]
-    trained_rows = [rows[n] for n in trained]
+    rows = [_with_arrays(decoded.rows[i], n, prepared, computed[i]) for n, i in enumerate(selected)]
+    rows = _with_run_numbers(rows, ids)
+    to_train = [n for n, row in enumerate(rows) if _has_loss(row, algorithm.needs.skips_zero)]
+    trained_rows = [rows[n] for n in to_train]
     micro_batches = plan(trained_rows, world_size, budget)
     shares = _shares(rows, trained_rows, micro_batches, step, factors)
     critic = None
@@ -131,7 +133,7 @@ def build_step(
     versions = [x.oldest_version for x in decoded.experiences]
     staleness = [step - 1 - version.step for version in versions if version is not None]
     metrics = _metrics(decoded, prepared, staleness, tokens)
-    metrics["experience/skipped_rows"] = float(len(rows) - len(trained))
+    metrics["experience/skipped_rows"] = float(len(rows) - len(to_train))
     metrics |= _masked_runs(step, rows, ids)
     metrics |= _value_metrics(rows, prepared, critic is not None)
     metrics |= _rank_tokens(shares)
@@ -142,20 +144,20 @@ def build_step(
         staleness=staleness,
         critic=critic,
         kl=prepared.kl,
-        order=[selected[trained[i]] for rank in micro_batches for micro in rank for i in micro],
+        order=[selected[to_train[i]] for rank in micro_batches for micro in rank for i in micro],
         metrics=metrics,
         advantages=dict(zip(selected, prepared.advantages, strict=True)),
     )
 
 
 def _has_loss(row: TrainRow, skips_zero: bool) -> bool:
-    """Return whether a token of the row counts, with an advantage other than 0 if `skips_zero`."""
+    """Return whether the loss has a token of the row, with an advantage other than 0 if `skips_zero`."""
     if row.keep is not None and not row.keep.any():
         return False
     return not skips_zero or row.advantages is None or bool(np.count_nonzero(row.advantages))
 
 
-def _with_runs(rows: Sequence[TrainRow], ids: Sequence[ExperienceId]) -> list[TrainRow]:
+def _with_run_numbers(rows: Sequence[TrainRow], ids: Sequence[ExperienceId]) -> list[TrainRow]:
     """Number the runs of the rows; count the tokens of runs and groups.  A run selected twice is two
     runs.
     """
@@ -183,7 +185,7 @@ def _with_runs(rows: Sequence[TrainRow], ids: Sequence[ExperienceId]) -> list[Tr
 def _masked_runs(
     step: int, rows: Sequence[TrainRow], ids: Sequence[ExperienceId]
 ) -> dict[str, float]:
-    """Count the runs without a token that counts, and log the first."""
+    """Count the runs without a token in the loss, and log the first."""
     masked = {
         row.run: id
         for row, id in zip(rows, ids, strict=True)
@@ -191,7 +193,7 @@ def _masked_runs(
     }
     for id in list(masked.values())[:1]:
         log.info(
-            "step %d: no token of run %d of group %s counts (%d such runs)",
+            "step %d: no token of run %d of group %s is in the loss (%d such runs)",
             step,
             id.run,
             id.group,
@@ -214,7 +216,7 @@ def _shares(
     step: int,
     factors: dict[str, float],
 ) -> list[RankBatch]:
-    """Deal the `trained` rows to ranks; denominators count all `rows`."""
+    """Make the share of each rank from the `trained` rows; denominators are of all `rows`."""
     counted = [row for row in rows if row.counted]
     expert = [row for row in counted if row.is_expert]
     return [
@@ -382,7 +384,7 @@ def _check_top(row: Experience, teacher_top: int) -> None:
             f"{teacher_top}: take rows that a workflow with ctx.teach wrote under the same "
             f"algorithm.policy_loss_fn_args.k"
         )
-    if teacher_top and (row.loss_mask > row.taught).any():
+    if teacher_top and (row.loss_mask > row.teacher_mask).any():
         raise RunFailed(f"{_where(row)} has trained tokens that no teacher scored")
 
 
@@ -433,7 +435,7 @@ def train_row(row: Experience, pairs: bool = False, teacher_top: int = 0) -> Tra
         temperatures = np.full(len(row.tokens), row.temperature, np.float32)
         for record in row.sampling:
             temperatures[record.start : record.end] = record.sampling.temperature
-    trained = row.loss_mask[row.taught] if teacher_top else None
+    trained = row.loss_mask[row.teacher_mask] if teacher_top else None
     return TrainRow(
         tokens=row.tokens,
         loss_mask=row.loss_mask,
@@ -480,7 +482,7 @@ def _shift_to_trained_tokens(rewards: np.ndarray, mask: np.ndarray) -> np.ndarra
     return np.bincount(owner, weights=rewards, minlength=len(trained)).astype(np.float32)
 
 
-def _completed(
+def _with_arrays(
     row: TrainRow, i: int, prepared: PreparedStep, computed: Mapping[Computed, np.ndarray]
 ) -> TrainRow:
     """Return the row with the arrays computed for its step; `i` is its index in `prepared`."""

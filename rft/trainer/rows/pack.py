@@ -1,9 +1,10 @@
-"""Cut a train step into micro-batches for every rank.  Torch-free; knows lengths and token ids, not
-models.
+"""Divide the rows of a train step into micro-batches for every rank.  Depends on lengths and token
+ids, not on models or torch.
 
-Invariant: no micro-batch costs more than the token budget, except a single row or pair; every rank
-gets the same number of micro-batches (empty ones if it has fewer rows), and each row is in exactly
-one.  The gradient does not depend on the cut, because the losses' denominators are global.
+Invariant: a micro-batch exceeds the token budget only if it is a single row or pair; every rank gets
+the same number of micro-batches (empty ones if it has fewer rows), and each row is in exactly one
+micro-batch.  The gradient does not depend on the division, because the losses' denominators are of
+the whole step.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class TrainRow(Struct, frozen=True, kw_only=True):
     values: np.ndarray | None = None  # float32 [L], the critic's predictions before the step
     returns: np.ndarray | None = None  # float32 [L], targets of the critic
     weights: np.ndarray | None = None  # float32 [L], weights of the token losses
-    keep: np.ndarray | None = None  # bool [L], tokens that count; None = all
+    keep: np.ndarray | None = None  # bool [L], tokens in the loss; None = all
     # of the teacher: int32 [L, k] its most likely tokens, float16 [L, k + 1] their log-probs
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
@@ -55,8 +56,8 @@ class TrainRow(Struct, frozen=True, kw_only=True):
 
     @property
     def marked(self) -> np.ndarray:
-        """Return `inputs` combined with the experts of each position: two rows share positions only
-        where both are equal.
+        """Return `inputs` combined with the experts (MoE routing) of each position: two rows share
+        positions only where both are equal.
         """
         return self.inputs if self.experts is None else experts.marked(self.inputs, self.experts)
 
@@ -72,7 +73,7 @@ class TrainRow(Struct, frozen=True, kw_only=True):
 
     @property
     def counted(self) -> int:
-        """Return the number of trained tokens that count in the loss."""
+        """Return the number of trained tokens in the loss."""
         return int(np.count_nonzero(self.loss_mask if self.keep is None else self.keep))
 
 
@@ -99,9 +100,9 @@ class Budget:
     """Limit of one micro-batch: `tokens` computed positions, or `rows` rows."""
 
     tokens: int
-    layout: AskedLayout = "auto"  # "auto" counts like "shared"
+    layout: AskedLayout = "auto"  # "auto" is taken for "shared"
     rows: int | None = None  # fixed micro-batches
-    # deal units to ranks by cost; False: in their order, in numbers as equal as possible
+    # give sets of rows to ranks by cost; False: in their order, in numbers as equal as possible
     balance: bool = True
 
     def cost(self, inputs: Sequence[np.ndarray]) -> int:
@@ -111,10 +112,12 @@ class Budget:
         """
         if self.layout == "packed":
             return sum(map(len, inputs))
-        return shared_length(inputs) if self.shares else len(inputs) * max(map(len, inputs))
+        if self.shares_prompts:
+            return shared_length(inputs)
+        return len(inputs) * max(map(len, inputs))
 
     @property
-    def shares(self) -> bool:
+    def shares_prompts(self) -> bool:
         """Return whether common prefixes of rows are computed once."""
         return self.layout in ("auto", "shared")
 
@@ -132,42 +135,44 @@ class _Bin:
 def plan(rows: Sequence[TrainRow], world_size: int, budget: Budget) -> list[list[list[int]]]:
     """Return the micro-batches of each rank, as indexes into `rows`.
 
-    Groups stay together if their prompt is shared, pairs always.  Units are dealt to ranks by
-    tokens, heaviest first (else see `Budget.balance`) and packed within a rank first-fit decreasing
-    into the budget; a row or pair that exceeds the budget gets its own micro-batch.  Micro-batches
-    of fixed size take the rows in their order, see `spread`.
+    Rows that stay together are a set: the pairs, the groups if prompts are shared, else single
+    rows.  Each set, the largest first, goes to the rank with the fewest tokens (unless
+    `Budget.balance` is off); within a rank the sets are packed into the budget, first-fit
+    decreasing.  A row or pair that exceeds the budget gets its own micro-batch.  Micro-batches of a
+    fixed number of rows keep the order of the rows, see `spread`.
     """
     if budget.rows is not None:
         pairs = _pairs(rows) if any(row.pair for row in rows) else []
         return spread(len(rows), world_size, budget.rows, 2 if pairs else 1)
-    inputs = [row.marked if budget.shares else row.inputs for row in rows]
-    ranks = _dealt(_units(rows, inputs, world_size, budget), world_size, len(rows), budget)
-    packed = [_first_fit(units, inputs, budget) for units in ranks]
+    inputs = [row.marked if budget.shares_prompts else row.inputs for row in rows]
+    sets = _sets(rows, inputs, world_size, budget)
+    ranks = _by_rank(sets, world_size, len(rows), budget)
+    packed = [_first_fit(sets, inputs, budget) for sets in ranks]
     count = max(map(len, packed), default=0)
     return [micros + [[] for _ in range(count - len(micros))] for micros in packed]
 
 
-def _dealt(
-    units: list[tuple[list[int], int]], world_size: int, count: int, budget: Budget
+def _by_rank(
+    sets: list[tuple[list[int], int]], world_size: int, count: int, budget: Budget
 ) -> list[list[tuple[list[int], int]]]:
-    """Deal units to ranks; return each rank's units, the heaviest first, which packs well."""
+    """Return each rank's sets, the largest first, which packs well."""
     ranks: list[list[tuple[list[int], int]]] = [[] for _ in range(world_size)]
     load = [0] * world_size
     if budget.balance:
-        units = sorted(units, key=lambda u: -u[1])
+        sets = sorted(sets, key=lambda s: -s[1])
     before = 0
-    for unit in units:
+    for members, cost in sets:
         rank = load.index(min(load)) if budget.balance else before * world_size // count
-        ranks[rank].append(unit)
-        load[rank] += unit[1]
-        before += len(unit[0])
-    return [sorted(units, key=lambda u: -u[1]) for units in ranks]
+        ranks[rank].append((members, cost))
+        load[rank] += cost
+        before += len(members)
+    return [sorted(sets, key=lambda s: -s[1]) for sets in ranks]
 
 
 def spread(count: int, world_size: int, size: int, unit: int = 1) -> list[list[list[int]]]:
-    """Cut `count` rows into shares of `world_size` ranks and micro-batches of `size` rows.
+    """Divide `count` rows into micro-batches of `size` rows for `world_size` ranks, in their order.
 
-    The last micro-batch is smaller; each `unit` of consecutive rows stays together.
+    The last micro-batch is smaller; every `unit` consecutive rows stay together.
     """
     each = -(-count // (world_size * unit)) * unit
     size = max(unit, size - size % unit)
@@ -175,13 +180,13 @@ def spread(count: int, world_size: int, size: int, unit: int = 1) -> list[list[l
     return [[list(share[at : at + size]) for at in range(0, each, size)] for share in shares]
 
 
-def _units(
+def _sets(
     rows: Sequence[TrainRow], inputs: Inputs, world_size: int, budget: Budget
 ) -> list[tuple[list[int], int]]:
-    """Return sets of rows that stay together, with their cost."""
+    """Return the sets of rows that stay together, with their cost."""
     if any(row.pair for row in rows):
         return [(pair, budget.cost([inputs[i] for i in pair])) for pair in _pairs(rows)]
-    if not budget.shares:
+    if not budget.shares_prompts:
         return [([i], len(tokens)) for i, tokens in enumerate(inputs)]
     groups: dict[str, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
@@ -216,13 +221,13 @@ def _within(members: list[int], inputs: Inputs, budget: Budget) -> list[tuple[li
 
 
 def _first_fit(
-    units: list[tuple[list[int], int]], inputs: Inputs, budget: Budget
+    sets: list[tuple[list[int], int]], inputs: Inputs, budget: Budget
 ) -> list[list[int]]:
     bins: list[_Bin] = []
     grown: Callable[[_Bin, list[int], int], int] = (
         partial(_rectangle, inputs) if budget.layout == "padded" else _sum
     )
-    for members, cost in units:
+    for members, cost in sets:
         for bin in bins:
             if (size := grown(bin, members, cost)) <= budget.tokens:
                 break

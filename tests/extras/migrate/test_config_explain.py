@@ -115,11 +115,14 @@ def test_trinitys_keys_are_known() -> None:
         ("optimizer.lrr", "unknown key"),
         ("trainer.megatron", "has no meaning here: the one trainer is FSDP2"),
         ("buffer.explorer_input.taskset.format.image_key", "multimodal inputs are not offered"),
-        ("nonsense", "unknown key"),
+        ("nonsense", "unknown key.  Known at the top: mode, "),
+        ("learning_rate", "mean something like it: algorithm.optimizer, algorithm.optimizer.lr, "),
+        ("num_epochs", "like it: buffer.total_steps, trainer.ppo_epochs, buffer.total_epochs"),
         ("trainer.grad_clip.x", "unknown key"),
     ],
 )
 def test_unknown(key: str, message: str) -> None:
+    """N20: `learning_rate` led nowhere."""
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         describe(key)
     assert caught.value.exit_code == 2

@@ -15,12 +15,18 @@ import pytest
 
 from rft.extras.sandbox.container import COMMAND
 
-NAME = "rft-test-python:1"
+NAME = "rft-test-python:2"
 PODMAN = (
     # what works inside containers and old kernels too
     "podman --storage-driver=vfs --cgroup-manager=cgroupfs --runtime runc"
 )
 REQUIRED = "RFT_REQUIRE_CONTAINERS"  # in the environment where containers must not be skipped
+# programs of this machine beside Python, for tasks in a shell
+_PROGRAMS = """
+bash sh cat ls cp mv rm mkdir rmdir ln chmod chown touch head tail cut sort uniq wc tr tee env id sleep date dirname basename
+readlink realpath stat seq printf echo test true false kill expr mktemp nl paste join comm split od sha256sum md5sum base64
+install du df find xargs grep egrep fgrep sed awk gawk mawk diff cmp tar gzip gunzip zcat make
+""".split()
 _LEFT_OUT = {
     "__pycache__",
     "test",
@@ -65,9 +71,23 @@ def _pack(archive: Path) -> None:
     python = Path(shutil.which("python3", path="/usr/bin") or sys.executable).resolve()
     version = re.fullmatch(r"python(3\.\d+)", python.name)
     assert version, f"{python} is no system Python"
-    told = subprocess.run(["ldd", str(python)], check=True, capture_output=True, text=True).stdout
+    programs = {
+        name: Path(found).resolve()
+        for name in _PROGRAMS
+        if (found := shutil.which(name, path="/usr/bin:/bin"))
+    }
+    told = subprocess.run(
+        ["ldd", str(python), *map(str, programs.values())],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
     with tarfile.open(archive, "w") as made:
         made.add(python, "usr/bin/python3")
+        for name, program in programs.items():
+            made.add(program, f"usr/bin/{name}")
+        for name in ("bin", "sbin"):
+            made.addfile(_link(name, "usr/bin"))
         for library in sorted(set(re.findall(r"/\S+\.so\S*", told))):
             made.add(Path(library).resolve(), library.lstrip("/"))
         made.add(
@@ -77,6 +97,13 @@ def _pack(archive: Path) -> None:
         )
         for name in ("tmp", "proc", "dev", "sys", "etc"):
             made.addfile(_folder(name), io.BytesIO())
+
+
+def _link(name: str, target: str) -> tarfile.TarInfo:
+    made = tarfile.TarInfo(name)
+    made.type = tarfile.SYMTYPE
+    made.linkname = target
+    return made
 
 
 def _folder(name: str) -> tarfile.TarInfo:

@@ -12,7 +12,7 @@ import torch
 
 from rft.algorithm import composition
 from rft.algorithm.base import Advantages, Denominators, LossInputs, StepInputs, StepRow
-from rft.algorithm.composition import build, spread
+from rft.algorithm.composition import as_advantages, build
 from rft.algorithm.settings import AlgorithmSettings, CorrectionConfig
 from rft.errors import ConfigError
 from rft.types.ports import GroupStats
@@ -142,7 +142,7 @@ def test_advantages_of_another_shape_are_refused(given: Any, says: str) -> None:
         for i in range(2)
     ]
     with pytest.raises(ValueError, match=says):
-        spread(given, rows)
+        as_advantages(given, rows)
 
 
 def test_unknown_aggregation() -> None:

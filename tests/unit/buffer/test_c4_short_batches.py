@@ -160,7 +160,7 @@ async def test_c4_train_takes_short_steps_and_says_so(
     pair = await play(tmp_path, "train", interval, offset, rows, 3)
     # the latter where a batch has nothing at all
     assert pair.ended.startswith(("EndOfData", "ShortBatch: step"))
-    assert "fewer than asked for" in caplog.text
+    assert "fewer than requested" in caplog.text
 
 
 @pytest.mark.parametrize("rows", [None, 6])

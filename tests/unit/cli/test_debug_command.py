@@ -332,7 +332,11 @@ def test_vllm_gets_its_environment(
         and env[leftovers.RUN_ID]
         and leftovers.RUN_ID not in os.environ
     )
+    assert env["VLLM_LOGGING_LEVEL"] == "ERROR", "N11: thirty lines of vLLM's warnings"
     assert whose == "policy" or debug("workflow", *more, "--judge", "scripted:1").code == 0
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    debug("workflow", *more)
+    assert started[-1][1]["VLLM_LOGGING_LEVEL"] == "DEBUG"
 
 
 def test_the_verdict_of_a_judge(folder: Path) -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from rft.cli import main as cli
 from rft.cli.verbs import all_verbs
-from rft.errors import ConfigError, RunFailed, SetupError
+from rft.errors import ConfigError, ConfigErrors, RunFailed, SetupError
 
 
 def rft(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -110,11 +110,23 @@ def test_wrong_usage_is_exit_2(arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
-    [(ConfigError("no", key="a.b"), 2), (SetupError("no"), 3), (RunFailed("no"), 4)],
+    ("error", "code", "message"),
+    [
+        (
+            ConfigErrors([ConfigError("no", key="a.b")] * 2),
+            2,
+            "error    a.b: no\nerror    a.b: no\n",
+        ),
+        (SetupError("no"), 3, "SetupError: no\n"),
+        (RunFailed("no"), 4, "RunFailed: no\n"),
+    ],
 )
 def test_errors_are_messages(
-    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception,
+    code: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from rft.cli import status_command
 
@@ -125,7 +137,7 @@ def test_errors_are_messages(
     with pytest.raises(SystemExit) as e:
         cli.main(["status", "x"])
     assert e.value.code == code
-    assert capsys.readouterr().err == f"{type(error).__name__}: {error}\n"
+    assert capsys.readouterr().err == message
     with pytest.raises(SystemExit):
         cli.main(["status", "x", "--debug"])
     assert "Traceback" in capsys.readouterr().err

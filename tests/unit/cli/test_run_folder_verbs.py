@@ -286,6 +286,14 @@ def test_export_without_a_folder_writes_beside_the_run(run_dir: Path) -> None:
     assert (run_dir.with_name("run-model") / "config.json").is_file()
 
 
+def test_export_takes_its_folder_with_and_without_an_option(run_dir: Path, tmp_path: Path) -> None:
+    """N20: `rft export RUN DIR` failed for want of -o."""
+    assert said("export", str(run_dir), str(tmp_path / "a"))[1] == 0
+    assert said("export", str(run_dir), "-o", str(tmp_path / "b"))[1] == 0
+    assert (tmp_path / "a" / "config.json").is_file() and (tmp_path / "b" / "config.json").is_file()
+    assert said("export", str(run_dir), str(tmp_path / "c"), "-o", str(tmp_path / "d"))[1] == 2
+
+
 def test_export_takes_the_checkpoint_that_the_run_would_go_on_from(
     run_dir: Path, tmp_path: Path
 ) -> None:

@@ -57,10 +57,12 @@ def test_names_order_and_settings() -> None:
         judge,
         {"name": "rm", "model_path": "R", "task": "score", "engine_num": 2, "max_concurrent": 7},
     ).auxiliary
-    assert [m.names for m in made] == [("auxiliary_model_0",), ("rm",)]
+    assert [m.names for m in made] == [("auxiliary_model_0",), ("rm",)], (
+        "N20: its engine was aux-auxiliary_model_0-0"
+    )
     (j,), r = made[0].engines, made[1].engines
     assert (j.name, j.max_model_len, j.chat_template, j.chat_template_kwargs, j.seed) == (
-        "aux-auxiliary_model_0-0",
+        "auxiliary_model_0-0",
         400,
         "{{ messages }}",
         {"enable_thinking": False},
@@ -205,7 +207,7 @@ def test_check_looks_at_their_files(tmp_path: Path, tiny_model: Path) -> None:
     )
     assert good.ok, good.errors
     sizes = {r.role: r.nbytes for r in good.memory}
-    assert sizes["aux-auxiliary_model_0-0"] > 600 << 20 and sizes["aux-t-0"] > 1 << 30
+    assert sizes["auxiliary_model_0-0"] > 600 << 20 and sizes["aux-t-0"] > 1 << 30
     for model, text in (
         ({"model_path": str(rm)}, "is generate, but the model is a LlamaForSequenceClassification"),
         (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rft.config import yamlfile
 from rft.config.load import from_dict, load
 from rft.config.schema.source import dotted
-from rft.errors import ConfigError, ConfigErrors
+from rft.errors import ConfigError, ConfigErrors, nearest
 
 IN = "buffer.explorer_input"
 GOOD = Path(__file__).parent / "data" / "good"
@@ -166,15 +166,39 @@ def test_numbers_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ["algorithm.optimizer.lr=${oc.env:RFT_TEST_LR}", "name=${oc.env:RFT_TEST_NAME}"],
     )
     assert c.algorithm.optimizer.lr == 2e-5 and c.name == "77"
-    assert c.source.where(("algorithm", "optimizer", "lr")) == "override ($RFT_TEST_LR)"
+    assert c.source.where(("algorithm", "optimizer", "lr")) == "override, $RFT_TEST_LR"
 
 
 def test_where_values_come_from() -> None:
     source = load(GOOD / "full.yaml", ["seed=9"]).source
     assert source.where(("seed",)) == "override"
     assert source.where(("algorithm", "repeat_times")) == "line 8"
-    assert source.where(("group",)) == "line 2 ($RFT_TEST_GROUP)"
+    assert source.where(("group",)) == "line 2, $RFT_TEST_GROUP"
     assert source.where(("deterministic",)) == ""
+
+
+def test_a_variable_in_an_unused_default_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    override = "group=${oc.env:RFT_TEST_GROUP,${oc.env:RFT_TEST_OTHER,x}}"
+    both = "override, $RFT_TEST_GROUP, $RFT_TEST_OTHER"
+    monkeypatch.delenv("RFT_TEST_GROUP", raising=False)
+    assert load(GOOD / "full.yaml", [override]).source.where(("group",)) == both
+    monkeypatch.setenv("RFT_TEST_GROUP", "y")
+    assert (
+        load(GOOD / "full.yaml", [override]).source.where(("group",)) == "override, $RFT_TEST_GROUP"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "question"),
+    [
+        ("gpro", "  Did you mean grpo?"),  # two letters swapped
+        ("grxo", "  Did you mean grpo?"),
+        ("gxpo", "  Did you mean gspo or grpo or gmpo?"),  # all are equally near
+        ("unlike", ""),
+    ],
+)
+def test_the_nearest_name(name: str, question: str) -> None:
+    assert nearest(name, ("gmpo", "grpo", "gspo", "ppo")) == question
 
 
 @pytest.mark.parametrize(

@@ -497,5 +497,5 @@ def test_places_of_a_batch_take_fixed_candidates():
         ExplorerSettings(tasksets=(), batch_size=3, max_refill=2),
         stored=[StoredGroup(0, 1, False), StoredGroup(0, 2, True)],
     )
-    assert [batch.first(place) for place in range(3)] == [0, 4, None]
-    assert (batch.after(4), batch.after(0), batch.accepted) == (7, None, 1)
+    assert [batch.first_task(place) for place in range(3)] == [0, 4, None]
+    assert (batch.replacement(4), batch.replacement(0), batch.accepted) == (7, None, 1)

@@ -249,8 +249,10 @@ async def test_remax_gets_the_reward_of_a_greedy_run_of_the_same_weights(world):
 
 async def test_a_greedy_run_is_no_run_of_its_batch(world, monkeypatch):
     begun = []
-    count = Batch.begun
-    monkeypatch.setattr(Batch, "begun", lambda self, runs: (begun.append(runs), count(self, runs)))
+    count = Batch.note_begun
+    monkeypatch.setattr(
+        Batch, "note_begun", lambda self, runs: (begun.append(runs), count(self, runs))
+    )
     await world.explorer(total_batches=1, baseline=True).run()
     assert sorted(begun) == [0, 0, 1, 1, 1, 1]  # four runs and the ends of two groups
 

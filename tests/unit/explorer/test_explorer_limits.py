@@ -225,11 +225,11 @@ async def test_a_run_time_limit():
     group = await play(limits=RunLimits(600.0))
     times = RunTimes(100.0, 3.0, 1)
     assert times.limit_s == 100.0
-    times.see([group])
+    times.add([group])
     mean = sum(r.run_s + r.reward_s for r in group.runs) / 4
     assert times.limit_s == pytest.approx(3.0 * mean)
     slow = await play(1, limits=RunLimits(0.05), stuck=[0])
-    times.see([slow])  # counts with its deadline
+    times.add([slow])  # counts with its deadline
     assert times.limit_s > 3.0 * 0.05 / 5
     assert RunTimes(100.0, None, 0).limit_s == 100.0
 
@@ -274,13 +274,13 @@ async def test_background_evaluation_lets_training_runs_pass():
 async def test_slow_groups_do_not_trip_the_breaker():
     ending = Ending()
     ending.end("over_rollout")
-    Breaker(1).see(await play(limits=RunLimits(600.0), ending=ending))
+    Breaker(1).check(await play(limits=RunLimits(600.0), ending=ending))
     batch = Batch(
         0, ExplorerSettings(tasksets=(), batch_size=4, over_rollout=0.5, wait_after_s=0.0)
     )
-    assert batch.after(0) == 4
+    assert batch.replacement(0) == 4
     batch.ending.end("over_rollout")
-    assert batch.after(4) is None
+    assert batch.replacement(4) is None
 
 
 async def test_a_slow_engine_is_named_and_the_log_says_so_at_its_interval(world, monkeypatch):
@@ -355,4 +355,4 @@ async def test_the_stop_tells_the_cause_not_a_run_that_was_ended_for_it() -> Non
     group = await play(limits=RunLimits(600.0, stop_hopeless=True), stuck=[0], broken=[1, 2, 3])
     assert group.rows[0].reason.startswith("ended: "), group.rows[0].reason
     with pytest.raises(RunFailed, match=r"(?s)1 groups in a row.*broken on purpose"):
-        Breaker(1).see(group)
+        Breaker(1).check(group)

@@ -45,6 +45,7 @@ def shown(terminal: bool, total: int | None, *records: MetricRecord) -> str:
 
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
+    """N20: metrics have the names here that `--best`, `plot` and metrics.jsonl take."""
     text = shown(
         False,
         15,
@@ -55,7 +56,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
         "run   /runs/a  (15 steps)",
         "watch rft status /runs/a, or rft view /runs/a",
         "note  device cpu",
-        "eval  step 0: sums mean@8 0.280",
+        "eval  step 0: eval/sums/mean@8 0.280",
         "step 3/15  reward 0.531  length 12  staleness 1  tok/s 50  s/step 8.0  ETA 1m36s",
     ]
 

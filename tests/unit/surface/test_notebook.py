@@ -11,11 +11,16 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import rft
+from rft.buffer.buffer import Buffer
+from rft.buffer.settings import BufferSettings
 from rft.errors import ConfigError, Interrupted, PayloadDamaged, RunFailed
+from rft.testing.storage_contract import group
 from rft.trainer.checkpoint import manifest as manifests
+from rft.types.block import encode
 from rft.types.ids import Version
 from rft.types.ports import Consumption
 from tests.helpers import runs
@@ -88,6 +93,36 @@ async def test_tokens_are_those_of_sample(run_dir: Path) -> None:
         run.tokens("nobody")
     failed = run.rollouts("status = 'failed'")["id"][0]
     assert run.tokens(failed).empty
+
+
+async def test_samples_have_what_one_judges_an_answer_by(tmp_path: Path) -> None:
+    """N22: messages, gold answer, and the judge's question were in the command line alone."""
+    question = [{"role": "user", "content": "Is 5 right?"}]
+    exchange = {"judge": "helpful", "question": question, "reply": "7", "why": "it is near"}
+    info = {"gold_answer": "4", "judge": [exchange], "seen": 1}
+    messages = ({"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "5"})
+    rows = [msgspec.structs.replace(r, info=info, messages=messages) for r in group(1, 0, 0)]
+    buffer = Buffer(BufferSettings(folder=tmp_path / "run" / "buffer"))
+    await buffer.open()
+    await buffer.start_lineage(None, None)
+    await buffer.writer(1).append(encode(rows), accepted=True)
+    await buffer.close()
+    run = rft.open_run(tmp_path / "run")
+    (sample,) = run.samples(num=1, order="best")
+    assert sample["reward"] == max(run.rollouts()["reward"])
+    assert sample["messages"] == list(messages) and sample["gold_answer"] == "4"
+    assert sample["judges"] == [exchange] and sample["info"] == {"seen": 1}
+    (same,) = run.samples(id=sample["id"])
+    assert same == sample
+    with pytest.raises(ConfigError, match=r"^id: 'none' is not in"):
+        run.samples(id="none")
+    with pytest.raises(ConfigError, match=r"no such column: rewrd"):
+        run.samples("rewrd > 0")
+
+
+def test_errors_are_a_line_in_a_cell() -> None:
+    """N22: they stood under 27 frames.  IPython calls this method for the lines that it prints."""
+    assert RunFailed("the engine is gone")._render_traceback_() == ["RunFailed: the engine is gone"]
 
 
 async def test_a_payload_that_was_kept_in_memory(tmp_path: Path) -> None:
@@ -218,6 +253,37 @@ async def test_a_run_in_a_notebook(tmp_path: Path, tiny_model: Path) -> None:
     assert rft.open_run(tmp_path / "rft" / "examples" / "long").version is not None, (
         "it ends with a checkpoint"
     )
+
+
+@pytest.mark.e2e
+@pytest.mark.extra("judge_lab", "view")
+async def test_a_notebook_does_what_the_commands_do(tmp_path: Path, tiny_model: Path) -> None:
+    """N22, in a cell, whose thread has an event loop: replay, report, compare, evaluate."""
+    given = [f"model.model_path={tiny_model}", f"checkpoint_root_dir={tmp_path}", *runs.SMALL]
+    given += ["trainer.total_steps=1"]
+    one, two = (
+        rft.run(runs.TINY, *given, f"name={name}", f"seed={seed}", in_process=True)
+        for seed, name in enumerate(("one", "two"))
+    )
+    rewards = one.replay("format_reward", limit=2)
+    assert len(rewards) == 8 and rewards["new"].notna().all()
+    with pytest.raises(ConfigError, match=r"^where: no rollout matches"):
+        one.replay("format_reward", where="reward > 9")
+    assert "<svg" in one.report(tmp_path / "one.html").read_text()
+    assert one.compare(two)["configuration"]["seed"] == {"one": "0", "two": "1"}
+    found = rft.evaluate(
+        tiny_model,
+        "rft.testing.tiny:copy_tasks",
+        split="eval",
+        rows=2,
+        runs=2,
+        max_prompt_tokens=60,
+        max_response_tokens=1,
+        out=tmp_path,
+    )
+    assert "bench/copy_tasks/mean@2" in found.metrics().columns
+    with pytest.raises(ConfigError, match="engine_type"):
+        rft.evaluate(tiny_model, "rft.testing.tiny:copy_tasks", engine="none")
 
 
 def _interrupt_once_it_trains(metrics: Path) -> None:

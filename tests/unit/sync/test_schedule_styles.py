@@ -129,9 +129,9 @@ def test_when_the_explorer_asks() -> None:
     assert not s.may_explore(3, 0, prior=0, newest=1), "a step is under way"
     assert s.may_explore(3, 0, prior=0, newest=0), "there is nothing newer"
     assert s.may_explore(3, 1, prior=0, newest=5), "a version came since it asked"
-    assert s.must_publish(3, demanded=True) and not s.must_publish(2)
+    assert s.must_publish(3, requested=True) and not s.must_publish(2)
     fixed = Schedule(interval=2)
-    assert not fixed.must_publish(3, demanded=True) and fixed.must_publish(2)
+    assert not fixed.must_publish(3, requested=True) and fixed.must_publish(2)
 
 
 def test_pictures() -> None:
@@ -196,7 +196,7 @@ def test_the_first_batch_that_waits_for_a_step(
     )
     step = start + ahead
     newest = max(
-        (t for t in range(start, step) if t == start or s.must_publish(t, demanded=True)),
+        (t for t in range(start, step) if t == start or s.must_publish(t, requested=True)),
         default=start,
     )
     first = s.first_after(step)

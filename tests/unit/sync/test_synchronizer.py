@@ -448,11 +448,11 @@ async def test_a_broken_sync_is_rejected_rolled_back_and_named(world: World, wha
         match=f"1:2.*engine {len(world.engines) - 1}.*{(BEFORE_RESUME | AFTER_RESUME)[what]}",
     ) as e:
         await world.publish(2)
-    assert "2 attempts" in str(e.value) and "serve 1:1 again, verified" in str(e.value)
+    assert "attempts: 2" in str(e.value) and "serve 1:1 again, verified" in str(e.value)
     assert world.all_hold(1), "the old weights serve, under the old label"
-    with pytest.raises(WeightSyncFailed, match="1:2 are not served"):
+    with pytest.raises(WeightSyncFailed, match="1:2 could not be served"):
         await rows
-    with pytest.raises(WeightSyncFailed, match="1:2 are not served"):
+    with pytest.raises(WeightSyncFailed, match="1:2 could not be served"):
         await final
     with pytest.raises(WeightSyncFailed):
         await world.sync.may_explore(9)
@@ -480,7 +480,7 @@ async def test_a_run_whose_first_version_fails_does_not_start(world: World, what
     explore, *_ = await begun(world.sync.may_explore(0))
     with pytest.raises(WeightSyncFailed, match="first version, so the run does not start"):
         await world.publish(0)
-    with pytest.raises(WeightSyncFailed, match="1:0 are not served"):
+    with pytest.raises(WeightSyncFailed, match="1:0 could not be served"):
         await explore
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import JetMoeConfig, JetMoeForCausalLM
 
 from rft.algorithm.args import Computed
 from rft.algorithm.settings import AlgorithmSettings
@@ -155,6 +156,21 @@ def test_gradient_checkpointing_changes_nothing(
     _, expected = gradient(Learner(settings()), batch)
     _, found = gradient(Learner(settings(gradient_checkpointing=True)), batch)
     assert apart(found, expected) < 1e-6
+
+
+def test_a_model_that_cannot_checkpoint_activations_is_named(
+    settings: Settings, tmp_path: Path
+) -> None:
+    """M4: jetmoe ended in a traceback of transformers, as a bug in rft."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 2, "kv_channels": 16}
+    config = JetMoeConfig(vocab_size=64, num_key_value_heads=2, **sizes, **experts)
+    JetMoeForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError,
+        match=r"trainer\.enable_gradient_checkpointing: .* JetMoeForCausalLM; write false",
+    ):
+        Learner(settings(model_path=tmp_path, gradient_checkpointing=True))
 
 
 def test_bfloat16_goes_through_fsdp_and_keeps_float32_weights(

@@ -100,7 +100,7 @@ async def train(ranks: Ranks, given: Lease) -> tuple[batch_builder.StepBatch, An
         factors=ranks.factors,
     )
     report = await ranks.step(feed.shares, feed.critic)
-    ranks.steer(feed.kl, report, feed.rows, feed.tokens)
+    ranks.update_controllers(feed.kl, report, feed.rows, feed.tokens)
     return feed, report
 
 

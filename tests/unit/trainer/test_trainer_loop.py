@@ -324,7 +324,7 @@ async def test_non_finite_steps_are_explained_and_end_the_run_with_a_checkpoint(
     made = learner()
     before = {n: p.detach().clone() for n, p in made.policy.names().items()}
     stage = Stage(buffer, tmp_path, made, lineage, total_steps=9)
-    with pytest.raises(RunFailed, match="3 train steps in a row, the last being 3"):
+    with pytest.raises(RunFailed, match="the last 3 train steps, up to step 3"):
         await stage.trainer.run()
     assert all(torch.equal(before[n], p) for n, p in made.policy.names().items())
     last = manifests.latest(stage.settings.checkpoint_dir)
@@ -349,7 +349,7 @@ async def test_one_of_policy_and_critic_that_never_learns_ends_the_run(
     else:
         made.critic.update = broken  # type: ignore[method-assign, union-attr]
     stage = Stage(buffer, tmp_path, made, lineage, total_steps=4)
-    with pytest.raises(RunFailed, match="3 train steps in a row, the last being 3"):
+    with pytest.raises(RunFailed, match="the last 3 train steps, up to step 3"):
         await stage.trainer.run()
     last = manifests.latest(stage.settings.checkpoint_dir)
     assert last is not None and last.consumption.num_uses == 6, (

@@ -1,7 +1,7 @@
 """`rft explain`: one key, and what veRL and Trinity-RFT call it; or one of their names, and the
 keys that it became.
 
-Knows the two tables of foreign names and what `rft.config.describe` says of ours.  Invariant:
+Depends on the two tables of foreign names and what `rft.config.describe` says of ours.  Invariant:
 nothing is described twice.
 """
 

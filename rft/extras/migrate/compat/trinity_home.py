@@ -1,7 +1,8 @@
 """Where a workflow of Trinity-RFT's shape is played: a thread of its own, from which it asks the
 explorer's event loop.
 
-Knows contexts and models, no experience.  Invariant: after its run a workflow gets no more answers.
+Depends on contexts and models, on no experience.  Invariant: after its run a workflow gets no more
+answers.
 """
 
 from __future__ import annotations

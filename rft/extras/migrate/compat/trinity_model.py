@@ -1,7 +1,7 @@
 """Trinity-RFT's ModelWrapper: the policy, or an auxiliary model, as its workflows ask them.
 
-Knows a run's home.  Invariant: an experience has the tokens that the engine saw and wrote; nothing
-is tokenised a second time.
+Depends on a run's home.  Invariant: an experience has the tokens that the engine saw and wrote;
+nothing is tokenised a second time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Plays a workflow class of Trinity-RFT's shape as one of ours, and finds the recorded calls behind
 what it returns.
 
-Knows nothing of engines.  Invariant: an experience becomes a row only if its tokens are those of
+Independent of engines.  Invariant: an experience becomes a row only if its tokens are those of
 calls recorded in this run.
 """
 

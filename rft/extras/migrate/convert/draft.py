@@ -1,7 +1,7 @@
 """The configuration while it is being made from a launch, and what became of each argument.
 
-Knows paths and veRL's defaults, not what any key means.  Invariant: a path is written once, with
-the reason, and every argument has exactly one outcome when `rows` is read.
+Depends on paths and veRL's defaults, not on what any key means.  Invariant: a path is written once,
+with the reason, and every argument has exactly one outcome when `rows` is read.
 """
 
 from __future__ import annotations

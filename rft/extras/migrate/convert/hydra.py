@@ -1,6 +1,6 @@
 """One word of a command line, `key=value`, read the way Hydra's override grammar reads it.
 
-Knows no key.  Invariant: what Hydra would refuse or run as a sweep raises ConfigError;
+Depends on no key.  Invariant: what Hydra would refuse or run as a sweep raises ConfigError;
 interpolations `${…}` stay text. Where Hydra differs from how people write scripts, the script's
 sense is taken: `None` and a lone `~` are null.
 """

@@ -1,9 +1,9 @@
 """Values that several arguments decide together: sizes and schedule, tasksets, algorithm,
 evaluation, reward model, GPU split.
 
-Each function writes one group from what the launch says and from veRL's defaults.  Knows veRL's
-keys and ours.  Invariant: what R1 to R19 ask for is written here, whether an argument states it or
-not.
+Each function writes one group from what the launch says and from veRL's defaults.  Depends on
+veRL's keys and ours.  Invariant: what R1 to R19 ask for is written here, whether an argument states
+it or not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A veRL launch script or YAML file → the program it starts and the arguments it passes.
 
-Knows no target key.  Invariant: no program of a script is started, and every word of the launch's argument list
-is in exactly one of `arguments`, `options` and `notes` (or is "$@").
+Depends on no target key.  Invariant: no program of a script is started, and every word of the
+launch's argument list is in exactly one of `arguments`, `options` and `notes` (or is "$@").
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Names that the conversion rules share: veRL's groups, our sections, and what each choice is
 called on the other side.
 
-Knows no rule.  Invariant: a veRL name that is not listed here is not offered.
+Depends on no rule.  Invariant: a veRL name that is not listed here is not offered.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Runs a shell script by bash in a sandbox and records the commands that it would start, each with
 its words and environment.
 
-Knows nothing of veRL but the pattern that names its programs.  Invariant: no command but bash and
-tools for texts is run, and these reach neither network nor files; where the machine offers no such
-isolation, ConfigError says why and what to do instead.
+Depends on nothing of veRL but the pattern that names its programs.  Invariant: no command but bash
+and tools for texts is run, and these reach neither network nor files; where the machine offers no
+such isolation, ConfigError says why and what to do instead.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a conversion writes: the configuration as YAML that people like to read, and its account as
 JSON, Markdown or a comment on top.
 
-Knows no veRL key, and the schema for the order of keys alone.  Invariant: every argument is told
-once, with its line, its outcome and its reason; reading the YAML gives the same values.
+Depends on no veRL key, and the schema for the order of keys alone.  Invariant: every argument is
+told once, with its line, its outcome and its reason; reading the YAML gives the same values.
 """
 
 from __future__ import annotations

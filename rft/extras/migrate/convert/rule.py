@@ -1,8 +1,8 @@
 """What a rule is, and the usual kinds of rule: to a key, ignored with a reason, refused unless
 harmless.
 
-Knows no veRL key.  Invariant: a rule names all the keys it can write in `targets`, so that a test
-can hold them against the schema.
+Depends on no veRL key.  Invariant: a rule names all the keys it can write in `targets`, so that a
+test can hold them against the schema.
 """
 
 from __future__ import annotations

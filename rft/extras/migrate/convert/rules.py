@@ -2,7 +2,7 @@
 why.
 
 Keys that are not named here follow their row of the table: a native key goes to its target as it
-is, one that is not taken over is ignored or refused with the row's remark.  Knows no shell.
+is, one that is not taken over is ignored or refused with the row's remark.  Depends on no shell.
 Invariant: a key is looked up in one order (exact name, row, pattern), so it has one rule.
 """
 

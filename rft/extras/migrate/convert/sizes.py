@@ -2,8 +2,8 @@
 means here.
 
 Symbols as in the tables: B prompts of a veRL iteration, m prompts of an optimizer step, n runs of a
-prompt, G data-parallel size of our trainer.  Knows veRL's keys, no YAML.  Invariant: B = m x
-sync_interval, always.
+prompt, G data-parallel size of our trainer.  Depends on veRL's keys, on no YAML.  Invariant: B = m
+x sync_interval, always.
 """
 
 from __future__ import annotations

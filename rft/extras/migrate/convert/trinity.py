@@ -1,7 +1,7 @@
 """A YAML file of Trinity-RFT → the values of a configuration, and what became of its keys.
 
-Knows tables of names, not what the keys configure.  Invariant: a key that is written is in the
-result, renamed, dropped with its reason, or the conversion is refused.
+Depends on tables of names, not on what the keys configure.  Invariant: a key that is written is in
+the result, renamed, dropped with its reason, or the conversion is refused.
 """
 
 from __future__ import annotations

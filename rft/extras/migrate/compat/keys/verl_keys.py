@@ -1,9 +1,9 @@
 """The table of veRL's keys as data: what each name became here, its default as a value, and the
 nearest name.
 
-Knows how to read `data/verl_keys.tsv`, not what to do with it.  Invariant: a Row says what its line
-says, nothing is added; a default is what the row says, read as YAML, and one that follows another
-key is None.
+Depends on the form of `data/verl_keys.tsv`, not on what its rows are for.  Invariant: a Row says what
+its line says, nothing is added; a default is what the row says, read as YAML, and one that follows
+another key is None.
 """
 
 from __future__ import annotations

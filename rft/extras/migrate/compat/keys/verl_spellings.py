@@ -1,7 +1,7 @@
 """`trainer.trainer_config.<veRL path>`: veRL's own spelling of a key, moved to the native key.
 
-Knows veRL's table and no schema.  Invariant: afterwards there is no `trainer_config`; every value
-below it has been moved, dropped with its reason, or refused.
+Depends on veRL's table and no schema.  Invariant: afterwards there is no `trainer_config`; every
+value below it has been moved, dropped with its reason, or refused.
 """
 
 from __future__ import annotations

@@ -1,0 +1,105 @@
+"""Runtimes of this machine and of containers pass the contract; a pool bounds them."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from rft.extras.sandbox.container_runtime import ContainerDriver
+from rft.extras.sandbox.local_runtime import MachineDriver
+from rft.extras.sandbox.processes import SandboxUnavailable
+from rft.extras.sandbox.runtime_pool import RuntimeLease, RuntimePool
+from rft.testing.runtime_contract import LIMIT_S, RuntimeContract
+from rft.types.runtimes import RuntimeFailed, RuntimeSpec
+from tests.extras.sandbox import containers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def offered() -> None:
+    try:
+        MachineDriver().start(RuntimeSpec()).kill()
+    except SandboxUnavailable as e:
+        pytest.skip(str(e))
+
+
+class TestOnThisMachine(RuntimeContract):
+    def driver(self) -> MachineDriver:
+        return MachineDriver()
+
+
+@pytest.mark.e2e
+class TestContainers(RuntimeContract):
+    command: tuple[str, ...] = ()
+
+    @pytest.fixture(autouse=True)
+    def made(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.command = containers.command(monkeypatch)
+        self.image = containers.image(self.command, tmp_path)
+
+    def driver(self) -> ContainerDriver:
+        return ContainerDriver(command=self.command)
+
+    def nothing_is_left(self, owner: int) -> None:
+        line = [*self.command, "ps", "--all", "--quiet", "--filter", f"name=rft-{owner}-"]
+        for name in subprocess.run(line, capture_output=True, check=True, text=True).stdout.split():
+            waited = subprocess.run([*self.command, "wait", name], capture_output=True, check=False)
+            assert waited
+        found = subprocess.run(line, capture_output=True, check=True, text=True).stdout
+        assert found == ""
+
+
+async def test_a_pool_has_at_most_so_many() -> None:
+    pool = RuntimePool(MachineDriver(), size=2)
+    together = threading.Barrier(2)
+    alive: set[int] = set()
+    most = 0
+
+    def work(lease: RuntimeLease) -> int:
+        nonlocal most
+        runtime = lease.start(RuntimeSpec())
+        alive.add(id(lease))
+        most = max(most, len(alive))
+        together.wait(LIMIT_S)
+        code = runtime.exec(["sh", "-c", "exit 5"], timeout_s=LIMIT_S).code
+        alive.discard(id(lease))
+        together.wait(LIMIT_S)
+        return code or 0
+
+    assert await asyncio.gather(*(pool.use(work) for _ in range(4))) == [5, 5, 5, 5]
+    assert most == 2
+    pool.close()
+
+
+async def test_a_cancelled_call_leaves_no_runtime() -> None:
+    pool = RuntimePool(MachineDriver(), size=1)
+    loop = asyncio.get_running_loop()
+    begun = asyncio.Event()
+    failed: list[Exception] = []
+
+    def work(lease: RuntimeLease) -> None:
+        runtime = lease.start(RuntimeSpec())
+        loop.call_soon_threadsafe(begun.set)
+        try:
+            runtime.exec(["sleep", "600"], timeout_s=600)
+        except RuntimeFailed as e:
+            failed.append(e)
+            raise
+
+    using = asyncio.ensure_future(pool.use(work))
+    await begun.wait()
+    using.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await using
+    assert len(failed) == 1  # the work has ended when the call has
+
+    assert await pool.use(lambda lease: lease.start(RuntimeSpec()).workdir) == "/app"
+    pool.close()
+
+
+def test_another_image_needs_containers() -> None:
+    with pytest.raises(SandboxUnavailable, match="in place of an image"):
+        MachineDriver().start(RuntimeSpec(image="python:3.12"))
