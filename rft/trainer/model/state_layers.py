@@ -50,19 +50,19 @@ class StateLayers:
             )
         self._pieces = None if tree is None else tree.pieces(None, None)
 
-    def _forward(self, plain: Callable[..., Any], name: str, *given: Any, **more: Any) -> Any:
-        """Compute `plain` for packed positions [1, T, H], one rectangle after another.
+    def _forward(self, forward: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+        """Compute `forward` for packed positions [1, T, H], one rectangle after another.
 
         Other tensors of T positions are laid out alike.
         """
         pieces = self._pieces
         if pieces is None:
-            return plain(*given, **more)
-        if given:
-            more = {name: given[0], **more}
-        parts = {key: _rectangles(value, pieces) for key, value in more.items()}
+            return forward(*args, **kwargs)
+        if args:
+            kwargs = {name: args[0], **kwargs}
+        parts = {key: _rectangles(value, pieces) for key, value in kwargs.items()}
         outs = [
-            plain(parts[name][i], *given[1:], **{k: v[i] for k, v in parts.items() if k != name})
+            forward(parts[name][i], *args[1:], **{k: v[i] for k, v in parts.items() if k != name})
             for i in range(len(pieces.rectangles))
         ]
         several = isinstance(outs[0], tuple)  # then the others are weights or caches, unused here
