@@ -43,7 +43,7 @@ class Plugin:
 
 
 @dataclass(frozen=True)
-class Verb:
+class CliCommand:
     """A command of `rft`.  `entry`: "package.module:name" of a function or a typer app."""
 
     help: str
@@ -55,11 +55,11 @@ class Verb:
 class Extra:
     """Additions of a folder below rft/extras to the core, which runs without it.
 
-    `verbs`: by name.  `plugins`: modules that register plugins.  `entries`:
+    `commands`: by name.  `plugins`: modules that register plugins.  `entries`:
     "package.module:function" by kind and name, loaded when the core needs the kind.
     """
 
-    verbs: Mapping[str, Verb] = field(default_factory=dict)
+    commands: Mapping[str, CliCommand] = field(default_factory=dict)
     plugins: tuple[str, ...] = ()
     entries: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
@@ -190,7 +190,7 @@ class Registry:
             return _fitted(plugin)
         names = self.names(kind)
         raise PluginError(
-            f"unknown {kind} {name!r}.  Known: {', '.join(names) or 'none'}.{nearest(name, names)}  "
+            f"unknown {kind} {name!r}.{nearest(name, names)}  Known: {', '.join(names) or 'none'}.  "
             "Your own plugin is found with --plugin-dir DIR, as pkg.module:Name or as "
             "path/file.py:Name."
         )

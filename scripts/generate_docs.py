@@ -17,31 +17,29 @@ import algorithm_pages
 import typer.main
 from configuration_page import json_schema, markdown
 
+from rft.cli.commands import all_commands
 from rft.cli.main import EXIT_CODES
 from rft.cli.main import make as program
-from rft.cli.verbs import all_verbs
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def cli_page() -> str:
-    """docs/reference/cli.md: every verb with its arguments and options, from what `--help` is made
+    """docs/reference/cli.md: every command with its arguments and options, from what `--help` is made
     of.
     """
     whole: Any = typer.main.get_command(program(""))
     parts = [
         "# Command line",
-        "<!-- made by scripts/generate_docs.py from rft/cli; edit the verbs instead -->",
+        "<!-- made by scripts/generate_docs.py from rft/cli; edit the commands instead -->",
         f"{whole.help}  {EXIT_CODES}",
-        "\n".join(
-            f"- [`rft {name}`](#rft-{name}): {verb.help}" for name, verb in all_verbs().items()
-        ),
-        "For every verb: `--help`, `-h`; `--debug` shows the traceback of an error.  `rft "
+        "\n".join(f"- [`rft {name}`](#rft-{name}): {c.help}" for name, c in all_commands().items()),
+        "For every command: `--help`, `-h`; `--debug` shows the traceback of an error.  `rft "
         "--version` prints the version.",
     ]
-    for verb in all_verbs():
-        command: Any = typer.main.get_command(program(verb))
-        parts += _command(f"rft {verb}", command.commands[verb], "##")
+    for name in all_commands():
+        group: Any = typer.main.get_command(program(name))
+        parts += _command(f"rft {name}", group.commands[name], "##")
     return "\n\n".join(parts) + "\n"
 
 
@@ -49,8 +47,8 @@ def _command(name: str, command: Any, level: str) -> list[str]:
     if hasattr(command, "commands"):
         below = [
             part
-            for verb, inner in command.commands.items()
-            for part in _command(f"{name} {verb}", inner, level + "#")
+            for inner_name, inner in command.commands.items()
+            for part in _command(f"{name} {inner_name}", inner, level + "#")
         ]
         return [f"{level} {name}", command.help, *below]
     arguments = [p for p in command.params if p.param_type_name == "argument"]

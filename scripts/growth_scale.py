@@ -27,7 +27,7 @@ from rft.engine.scripted import logprobs, weights_key
 from rft.engine.weights import WeightIntake
 from rft.launch.ray_runtime import RayRuntime
 from rft.launch.rundir import RunDir
-from rft.launch.runtime import Bound, Parts, PartSpec
+from rft.launch.runtime import BoundPart, Parts, PartSpec
 from rft.launch.signals import Signals
 from rft.launch.start import Start, begin
 from rft.preflight.check import load_plan
@@ -140,7 +140,7 @@ async def _playing(parts: Parts, plan: Plan, size: int) -> AsyncIterator[Any]:
     """The coordinator of a run that `size` explorers play without end, from version 0 on."""
     await parts.start([PartSpec("buffer", "buffer", (plan,))])
     start: Start = await begin(parts.by_name["buffer"], None, None)
-    buffer = Bound(parts.by_name["buffer"], start.lineage)
+    buffer = BoundPart(parts.by_name["buffer"], start.lineage)
     transport = make(plan.sync, plan.run_dir, backend=plan.sync_runtime.backend)
     manifest = transport.stage(start.version, [("head", torch.ones(2))], {})
     scorer = Scorer(weights_key(manifest))

@@ -65,6 +65,7 @@ FOREIGN = set(
     orig sqlstate sqlite_errorcode sched_getaffinity inotify_init1 tolist item ndim text
     _linear_pointwise _reorder_linear_weight attention_dropout head_dim layer_types num_key_value_heads
     hf_to_vllm_mapper shard_id packed_modules_mapping weight bias quant_method input_size shard_indices cpu_linear
+    vision_config get_image_features get_rope_index deepstack_features
     __path__ tool_schema execute create release
     env_response is_completed metrics rubric score_rollout system_prompt setup_state workerinput workeroutput
     """.split()

@@ -91,7 +91,7 @@ def algorithm_defaults(name: str) -> AlgorithmDefaults:
         return entry
     names = sorted({*algorithms(), *REGISTRY.names("algorithm")})
     if ":" not in name and name not in names:
-        text = f"unknown algorithm {name!r}.  Available: {', '.join(names)}.{nearest(name, names)}"
+        text = f"unknown algorithm {name!r}.{nearest(name, names)}  Available: {', '.join(names)}."
         raise ConfigError(text, key=key, given=name)
     algorithm = REGISTRY.get("algorithm", name).obj
     if not isinstance(algorithm, AlgorithmDefaults):
@@ -150,7 +150,7 @@ def part_model(kind: str, name: str, *, key: str) -> type[BaseModel]:
         raise ConfigError(f"{name!r} is not offered: {reason}", key=key, given=name)
     names = REGISTRY.names(kind)
     raise ConfigError(
-        f"unknown {KINDS[kind]} {name!r}.  Known: {', '.join(names)}.{nearest(name, names)}",
+        f"unknown {KINDS[kind]} {name!r}.{nearest(name, names)}  Known: {', '.join(names)}.",
         key=key,
         given=name,
     )

@@ -1,6 +1,6 @@
 """`rft buffer`: read a run's experience buffer during or after the run.
 
-Every verb takes the run's folder, or with --config the file that started the run.
+Every command takes the run's folder, or with --config the file that started the run.
 """
 
 from __future__ import annotations

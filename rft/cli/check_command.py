@@ -32,11 +32,11 @@ def check(
     as_json: Json = False,
     show_all: Annotated[
         bool,
-        typer.Option("--all", help="every value, the timeline, terms of the memory, prompts"),
+        typer.Option("--all", help="also show written values, timeline, memory in parts, prompts"),
     ] = False,
     gpu_memory: Annotated[
         float | None,
-        typer.Option(help="GiB of each GPU, to judge the estimate", show_default=False),
+        typer.Option(help="GiB of each GPU, to compare with the estimate", show_default=False),
     ] = None,
     dry_run: Annotated[
         bool,
@@ -183,7 +183,7 @@ def show_report(
             )
         if report.plan is not None and not show_all:
             out.print(
-                "--all shows every value, the timeline, the parts of the memory and prompts.",
+                "--all also shows the values you wrote, the timeline, the memory in parts, and prompts.",
                 style="dim",
             )
         out.print(f"[bold green]{path} is fine[/]{scope}.  Start it with: {escape(command)}")
@@ -198,7 +198,9 @@ def _show_plan(
     rows = [("run folder", str(plan.run_dir)), *_summary(report, plan, show_all)]
     if show_all:
         written = [row for row in values(report.config, plan) if row[2] != "default"]
-        print_table(out, "values that are not the default", ("key", "value", "from"), written)
+        print_table(
+            out, "values that differ from their defaults", ("key", "value", "from"), written
+        )
         rows += seats
     print_table(out, "what will happen", ("", ""), rows)
     if not show_all and plan.derived:
@@ -221,6 +223,8 @@ def _derived(plan: Plan) -> list[tuple[str, str]]:
     """Return a row for each reason, with the keys that follow from it."""
     keys: dict[str, list[str]] = {}
     for d in {d.key: d for d in plan.derived}.values():
+        if plan.trainer.alone and d.key.startswith("explorer."):
+            continue
         section_and_key = ".".join(d.key.split(".")[-2:])
         keys.setdefault(d.reason, []).append(f"{section_and_key} {d.value}")
     return [(reason, ", ".join(texts)) for reason, texts in keys.items()]
@@ -229,8 +233,9 @@ def _derived(plan: Plan) -> list[tuple[str, str]]:
 def _show_prompts(out: Any, report: Report) -> None:
     for t in report.tasksets:
         for row in t.rows:
-            tokens = f", {row.tokens} tokens" if row.tokens is not None else ""
-            out.print(f"[bold]{escape(t.name)}\\[{row.index}][/]{tokens}{escape(_gold(row))}")
+            tokens = f"{row.tokens} tokens" if row.tokens is not None else ""
+            facts = "".join(f", {fact}" for fact in (tokens, _gold(row)) if fact)
+            out.print(f"[bold]{escape(t.name)}\\[{row.index}][/]{escape(facts)}")
             prompt = row.prompt if len(row.prompt) < 800 else row.prompt[:797] + "..."
             out.print(f"  {escape(prompt)!s}", style="cyan")
         if t.workflows:
@@ -246,7 +251,7 @@ def _gold(row: Any) -> str:
     if row.truth is None:
         return ""
     score = "" if row.gold_reward is None else f" scores {row.gold_reward:g}"
-    return f", gold answer {row.truth!r}{score}"
+    return f"gold answer {row.truth!r}{score}"
 
 
 def _memory(report: Report) -> list[tuple[str, str, str]]:
@@ -268,6 +273,7 @@ def _memory(report: Report) -> list[tuple[str, str, str]]:
 
 
 def _summary(report: Report, plan: Plan, show_all: bool) -> list[tuple[str, str]]:
+    from rft.algorithm.needs import needs
     from rft.preflight.check_report import step
 
     s = step(plan, report.tasksets)
@@ -282,7 +288,8 @@ def _summary(report: Report, plan: Plan, show_all: bool) -> list[tuple[str, str]
         ),
         (
             "loss",
-            f"{advantages}policy loss {parts.policy_loss_fn}, KL {parts.kl_loss_fn}, {parts.loss_agg_mode}",
+            f"{advantages}policy loss {parts.policy_loss_fn}, KL {parts.kl_loss_fn}"
+            + ("" if needs(parts).pairs else f", {parts.loss_agg_mode}"),
         ),
         *_model_and_rows(report),
     ]
@@ -297,7 +304,7 @@ def _summary(report: Report, plan: Plan, show_all: bool) -> list[tuple[str, str]
         steps += f", {_epochs(s['epochs'])} in {counted(s['explore_steps'], 'explore step')}"
     answers = (
         f"{counted(s['tasks'], 'task')}, {counted(s['experiences'], 'answer')}, at most "
-        f"{s['max_generated_tokens']:,} new tokens in all"
+        f"{s['max_generated_tokens']:,} generated tokens"
     )
     if s["prompt_tokens"] is not None:
         answers += f", plus about {_rounded(s['prompt_tokens'])} prompt tokens"
@@ -339,7 +346,7 @@ def _offline(s: dict[str, Any], plan: Plan) -> list[tuple[str, str]]:
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # of safetensors
 LAYOUTS = {
-    "shared": "prompts are computed once per group",
+    "shared": "common prompts are computed once",
     "packed": "rows are packed one after the other",
     "padded": "rows are padded to the longest",
 }
@@ -353,10 +360,14 @@ def _model_and_rows(report: Report) -> list[tuple[str, str]]:
         size = f"{_short(model['parameters'])} parameters, stored in {dtype}"
         rows.append(("model", f"{model['type']}, {size}"))
     if "row_layout" in model:
-        layout = f"{LAYOUTS[model['row_layout']]} (checked against plain rows at start)"
-        rows.append(("rows", layout))
+        layout = (
+            f"{LAYOUTS[model['row_layout']]} (compared with the transformers library at the start)"
+        )
+        rows.append(("row layout", layout))
     for t in report.tasksets:
-        sample = f"; first row{_gold(t.rows[0])}" if t.rows and t.rows[0].truth is not None else ""
+        sample = (
+            f"; first row: {_gold(t.rows[0])}" if t.rows and t.rows[0].truth is not None else ""
+        )
         kind = "evaluation" if t.is_eval else "training"
         rows.append((f"{kind} set", f"{t.name}: {counted(t.num_rows, 'row')}{sample}"))
     return rows

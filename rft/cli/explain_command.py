@@ -27,17 +27,15 @@ def explain(
     key: Annotated[
         str,
         typer.Argument(
-            help="a key, e.g. trainer.grad_clip; veRL's and Trinity-RFT's names too",
+            help="a key of rft, veRL or Trinity-RFT, e.g. trainer.grad_clip",
             show_default=False,
         ),
     ],
     as_json: Annotated[
-        bool, typer.Option("--json", help="print a JSON array, one object for each key it became")
+        bool, typer.Option("--json", help="print a JSON array with one object per key of rft")
     ] = False,
 ) -> None:
-    """Say what a key means, its unit and default, who reads it, and its names in veRL and
-    Trinity-RFT.
-    """
+    """Show a key's meaning, unit, default, who reads it, and its names in veRL and Trinity-RFT."""
     from rft.config.describe import describe
     from rft.plugins import extra_entries, load_entry
 
@@ -77,7 +75,7 @@ def plugins(
     as_json: JsonArray = False,
     plugin_dir: PluginDirs = None,
 ) -> None:
-    """List what a configuration can name."""
+    """List workflows, rewards, losses and other plugins by name."""
     rows = listed(plugin_dir or [], kind)
     if as_json:
         print(json.dumps(rows, indent=1))

@@ -1,4 +1,4 @@
-"""The program `rft`: import the file of the requested verb, turn errors into messages and exit
+"""The program `rft`: import the file of the requested command, turn errors into messages and exit
 codes.
 
 Invariant: user errors and failed runs end with a message and their exit code, without a traceback;
@@ -18,7 +18,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from rft import __version__
-from rft.cli.verbs import all_verbs
+from rft.cli.commands import all_commands
 from rft.errors import (
     ConfigError,
     DiskFull,
@@ -62,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lambda text: print(f"rft: {text}", file=sys.stderr, flush=True), _end_check
     )
     try:
-        verb = next((w for w in words if not w.startswith("-")), "")
-        make(verb)(args=arguments, prog_name="rft")
+        command = next((w for w in words if not w.startswith("-")), "")
+        make(command)(args=arguments, prog_name="rft")
     except SystemExit as e:
         if (frame := _of_a_plugin(e)) is not None:
             _tell(
@@ -207,8 +207,8 @@ def _tell(text: str) -> None:
     print(safe(redact(text), lines=True), file=sys.stderr)
 
 
-def make(verb: str) -> typer.Typer:
-    """Make the program with `verb` alone implemented, because importing all verbs is slow."""
+def make(command: str) -> typer.Typer:
+    """Make the program with `command` alone implemented, because importing all commands is slow."""
     app = typer.Typer(
         name="rft",
         help="Reinforcement fine-tuning of language models.",
@@ -218,16 +218,16 @@ def make(verb: str) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_options)
-    for name, entry in all_verbs().items():
-        if name != verb:
+    for name, entry in all_commands().items():
+        if name != command:
             app.command(name, help=entry.help)(_elsewhere)
             continue
         example = f"Example: {entry.example}"
-        command = load_entry(entry.entry)
-        if isinstance(command, typer.Typer):
-            app.add_typer(command, name=name, help=entry.help, epilog=example)
+        implementation = load_entry(entry.entry)
+        if isinstance(implementation, typer.Typer):
+            app.add_typer(implementation, name=name, help=entry.help, epilog=example)
         else:
-            app.command(name, epilog=example)(command)
+            app.command(name, epilog=example)(implementation)
     return app
 
 
@@ -245,14 +245,15 @@ def _options(
         ),
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error; allowed anywhere.")
+        bool,
+        typer.Option("--debug", help="Show the traceback of an error; may follow any command."),
     ] = False,
 ) -> None:
     """Show options in the help; `main` reads them."""
 
 
 def _elsewhere() -> None:
-    raise AssertionError("a verb other than the requested one was called")
+    raise AssertionError("a command other than the requested one was called")
 
 
 if __name__ == "__main__":

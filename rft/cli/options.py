@@ -1,4 +1,4 @@
-"""Options of several verbs, and functions for them.  Imports only the errors."""
+"""Options of several commands, and functions for them.  Imports only the errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ RunDir = Annotated[Path, typer.Argument(help="folder of the run", show_default=F
 Config = Annotated[Path, typer.Option("--config", "-c", help="the YAML file", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="key.path=value; lists too: a.tasksets.0.path=x", show_default=False),
+    typer.Argument(
+        help="key.path=value; items of a list by number: a.tasksets.0.path=x", show_default=False
+    ),
 ]
 PluginDirs = Annotated[
     list[str] | None,

@@ -211,7 +211,7 @@ def _described(key: str, alias: str) -> Description:
         allowed=tuple(_choices(field)),
         used_by=next(text for beginning, text in READ_BY if key.startswith(beginning)),
         belongs_to=owner(_parts_of(key)),
-        on_resume={"safe": "may change", "refuse": "may not change"}.get(
+        on_resume={"safe": "may be changed", "refuse": "may not be changed"}.get(
             extra(field, "on_resume"), ""
         ),
         below=tuple(inner) if inner else _parts(key),

@@ -405,10 +405,8 @@ def _unknown(loc: Loc, value: Any, source: Source) -> str:
         return belongs(choice, chooser, _written(source, (*loc[:-1], chooser), default))
     fields = fields_at(loc[:-1])
     near = [n for n in fields if not isinstance(value, dict) or fields_at((*loc[:-1], n))]
-    return (
-        f"unknown key.{did_you_mean(loc, near)}  Known here: "
-        f"{', '.join(fields) or 'nothing, it is a value'}"
-    )
+    listed = f"  Known here: {', '.join(fields) or 'nothing, it is a value'}"
+    return f"unknown key.{did_you_mean(loc, near) or listed}"
 
 
 def did_you_mean(loc: Loc, near: list[str]) -> str:

@@ -82,7 +82,7 @@ def batch(
         ctx.derive(
             "buffer.train_batch_size",
             f"{b.batch_size} groups",
-            "every row of buffer.batch_size groups",
+            "all rows of an explore batch (buffer.batch_size)",
         )
         return b.batch_size, None
     low = b.batch_size * min(runs)
@@ -169,7 +169,7 @@ def steps(
         ctx.derive(
             "buffer.total_steps",
             batches,
-            "enough for trainer.total_steps" if batches == needed else whole_set,
+            "from trainer.total_steps" if batches == needed else whole_set,
         )
     steps = None if batches is None else batches * rows // size
     if batches and not steps:

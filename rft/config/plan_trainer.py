@@ -51,6 +51,12 @@ def learner(
         _holds(t.max_token_len_per_gpu, longest, key, ctx)
     elif t.micro_batch_size_per_gpu is None:
         ctx.error("trainer.micro_batch_size_per_gpu", _BY_ROWS)
+    if t.train_vision and ctx.config.model.lora_configs:
+        ctx.error(
+            "trainer.train_vision",
+            "an adapter alone is trained (model.lora_configs), so the vision tower is frozen; "
+            "write false, or leave out model.lora_configs",
+        )
     hardware = _hardware(ctx, device, world)
     critic = _critic(ctx, budget, longest, steps, hardware["gradient_checkpointing"])
     return filled(

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 KEPT = 500  # newest records in memory, for followers; metrics.jsonl has all
 
 
-class Joined(Struct, frozen=True, kw_only=True):
+class JoinReply(Struct, frozen=True, kw_only=True):
     """Reply to an explorer that joined; `member` is its number."""
 
     member: int
@@ -203,7 +203,7 @@ class Coordinator(MonitorPart):
         engines: Sequence[Any],
         process: Any,
         runtime: SyncRuntime,
-    ) -> Joined:
+    ) -> JoinReply:
         """Add explorer `name`; its engines, on `nodes`, load the newest verified version, if any.
 
         `process`: proxy to watch an explorer that may leave; None: it stays until the end.
@@ -230,7 +230,9 @@ class Coordinator(MonitorPart):
             self._write()
         evaluates = self._evaluates
         self._evaluates = False
-        return Joined(member=member.number, start=self._start, engines=numbers, evaluates=evaluates)
+        return JoinReply(
+            member=member.number, start=self._start, engines=numbers, evaluates=evaluates
+        )
 
     def _check_transport(self, name: str, nodes: Sequence[str], runtime: SyncRuntime) -> None:
         method = self._plan.sync.sync_method
@@ -381,7 +383,7 @@ class Coordinator(MonitorPart):
 class ExplorerClient:
     """The coordinator's `ports.ExploreGate` in the process of one explorer."""
 
-    def __init__(self, coordinator: Any, name: str, joined: Joined) -> None:
+    def __init__(self, coordinator: Any, name: str, joined: JoinReply) -> None:
         self._coordinator = coordinator
         self._joined = joined
         self._me = (name, joined.member)

@@ -57,33 +57,33 @@ async def run_to_end(
     `watch` raises when a process dies or hangs, and never returns.  `fail` reports a failure to all
     that wait (default: `coordinator.fail`).
     """
-    both: tuple[asyncio.Future[None], ...] = tuple(
+    work: tuple[asyncio.Future[None], ...] = tuple(
         asyncio.ensure_future(side) for side in (explore, train) if side is not None
     )
     follower = _Follower(coordinator, on_record)
     following = asyncio.ensure_future(follower.run())
     stop = asyncio.ensure_future(signals.wait())
-    watched = [] if watch is None else [asyncio.ensure_future(watch)]
+    watching = [] if watch is None else [asyncio.ensure_future(watch)]
     try:
-        pending = set(both)
+        pending = set(work)
         while pending:
             done, _ = await asyncio.wait(
-                {*pending, *watched, following, stop}, return_when=asyncio.FIRST_COMPLETED
+                {*pending, *watching, following, stop}, return_when=asyncio.FIRST_COMPLETED
             )
             if stop in done:
                 await _wind_down(pending, sides, signals)
                 raise Interrupted(INTERRUPTED)
             if [t for t in done if t.exception() is not None]:
-                raise await _cause(both, (*watched, following))
+                raise await _cause(work, (*watching, following))
             pending -= done
         await follower.rest()
     except BaseException as e:
-        report = fail or coordinator.fail
         error = e if isinstance(e, RftError) else RunFailed(f"{type(e).__name__}: {e}")
+        report = fail or coordinator.fail
         async with race(quietly(report(error)), signals.wait(2)):
             raise
     finally:
-        await cancel([*both, *watched, following, stop])
+        await cancel([*work, *watching, following, stop])
 
 
 class _Follower:
@@ -101,8 +101,8 @@ class _Follower:
     async def rest(self) -> None:
         self._take(await self._coordinator.records(self._num_records, wait=False))
 
-    def _take(self, news: tuple[int, list[MetricRecord]]) -> None:
-        self._num_records, records = news
+    def _take(self, answer: tuple[int, list[MetricRecord]]) -> None:
+        self._num_records, records = answer
         for record in records:
             self._on_record(record)
 

@@ -28,12 +28,12 @@ from typing import Any
 from rft.config.plan import Plan
 from rft.errors import ConfigError, RunFailed
 from rft.launch import drive, rendezvous
-from rft.launch.coordinator import Joined
+from rft.launch.coordinator import JoinReply
 from rft.launch.drive import OnRecord, Outcome
 from rft.launch.remote import ANSWER_S
 from rft.launch.rundir import RunDir
 from rft.launch.runtime import (
-    Bound,
+    BoundPart,
     Parts,
     PartSpec,
     Runtime,
@@ -55,7 +55,7 @@ class Mode(ABC):
     """One process of a run from start to end."""
 
     phase = "starting"
-    begun: Start
+    started: Start
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -98,7 +98,7 @@ async def run(
             worked = False
             try:
                 if worked := await signals.guard(parts.supervised(mode.start(parts))):
-                    rundir.state("running", lineage=mode.begun.lineage, parts=parts.pids)
+                    rundir.state("running", lineage=mode.started.lineage, parts=parts.pids)
                     await mode.work(parts, on_record, signals)
             finally:
                 try:
@@ -160,7 +160,7 @@ class ExploreAndTrain(_Training):
     def __init__(self, plan: Plan, *, explores: bool) -> None:
         super().__init__(plan)
         self._explores = explores
-        self._joined: Joined | None = None
+        self._joined: JoinReply | None = None
 
     async def start(self, parts: Parts) -> bool:
         """Start engines and explorer, and buffer, trainer and coordinator; let the engines join."""
@@ -189,23 +189,23 @@ class ExploreAndTrain(_Training):
         await parts.start(
             [PartSpec("buffer", "buffer", (plan,)), *trainer_specs(plan, parts.rundir)]
         )
-        self.begun = await begin(
+        self.started = await begin(
             parts.by_name["buffer"],
             self._checkpoint,
             self._origin,
             (plan.schedule.batch_units, plan.schedule.step_units),
         )
-        buffer = Bound(parts.by_name["buffer"], self.begun.lineage)
+        buffer = BoundPart(parts.by_name["buffer"], self.started.lineage)
         node = parts.nodes.get("trainer-0", "")
-        arguments = (plan, parts.ranks[0], buffer, self.begun, node, parts.restarts)
+        arguments = (plan, parts.ranks[0], buffer, self.started, node, parts.restarts)
         await parts.start([PartSpec("coordinator", "coordinator", arguments)])
 
     async def work(self, parts: Parts, on_record: OnRecord, signals: Signals) -> None:
         """Train, and explore or serve the explorers that join, until both are done."""
         (trainer, *ranks), coordinator = parts.ranks, parts.by_name["coordinator"]
-        buffer = Bound(parts.by_name["buffer"], self.begun.lineage)
-        sync = metrics = coordinator
-        training = trainer.run(ranks, buffer, sync, metrics, self.begun)
+        buffer = BoundPart(parts.by_name["buffer"], self.started.lineage)
+        sync = sink = coordinator
+        training = trainer.run(ranks, buffer, sync, sink, self.started)
         if self._joined is not None:
             explorer = parts.by_name["explorer"]
             name = self.plan.explorer.name
@@ -222,10 +222,10 @@ class ExploreAndTrain(_Training):
                 parts.watch(),
             )
             return
-        keep_open = rendezvous.keep(
+        offer_to_explorers = rendezvous.keep(
             self.plan, parts.rundir.run_id, {"coordinator": coordinator, "buffer": buffer}
         )
-        watch = all_of(parts.watch(), keep_open)
+        watch = all_of(parts.watch(), offer_to_explorers)
         await drive.run_to_end(
             training,
             coordinator.serve_explorers(),
@@ -252,13 +252,13 @@ class TrainOffline(_Training):
                 PartSpec("coordinator", "monitor", (self.plan,)),
             ]
         )
-        self.begun = begin_offline(self._checkpoint, self._origin)
+        self.started = begin_offline(self._checkpoint, self._origin)
         return True
 
     async def work(self, parts: Parts, on_record: OnRecord, signals: Signals) -> None:
         (trainer, *ranks), monitor = parts.ranks, parts.by_name["coordinator"]
         used = None if self._checkpoint is None else self._checkpoint.consumption
-        training = trainer.run_offline(ranks, monitor, self.begun, used)
+        training = trainer.run_offline(ranks, monitor, self.started, used)
         await drive.run_to_end(
             training, None, (trainer,), monitor, on_record, signals, parts.watch()
         )
@@ -276,7 +276,7 @@ class Explore(Mode):
         super().__init__(plan)
         self._coordinator: Any = None  # proxies, set by `_join`
         self._buffer: Any = None
-        self._joined: Joined | None = None
+        self._joined: JoinReply | None = None
         self._last: Version | None = None
 
     def done(self, rundir: RunDir) -> Version | None:
@@ -314,7 +314,7 @@ class Explore(Mode):
         self._joined = await self._coordinator.join(
             name, nodes, parts.engines, parts.by_name["explorer"], plan.sync_runtime
         )
-        self.begun = self._joined.start
+        self.started = self._joined.start
 
     async def work(self, parts: Parts, on_record: OnRecord, signals: Signals) -> None:
         assert self._joined is not None

@@ -44,7 +44,7 @@ from rft.types.ports import (
 )
 
 if TYPE_CHECKING:
-    from rft.launch.coordinator import Coordinator, Joined, MonitorPart
+    from rft.launch.coordinator import Coordinator, JoinReply, MonitorPart
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class ExplorerPart:
         writer: Any,
         coordinator: Any,
         name: str,
-        joined: Joined,
+        joined: JoinReply,
     ) -> None:
         """Explore as `name`, which has joined.
 

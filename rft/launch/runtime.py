@@ -122,7 +122,7 @@ class Parts(ABC):
         return [self.by_name[f"trainer-{rank}"] for rank in range(self.plan.learner.world_size)]
 
 
-class Bound:
+class BoundPart:
     """A part (or its proxy) with leading arguments for every call.  Can be sent to other actors."""
 
     def __init__(self, part: Any, *first: Any) -> None:
@@ -130,7 +130,7 @@ class Bound:
         self._first = first
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Bound, (self._part, *self._first))
+        return (BoundPart, (self._part, *self._first))
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         return partial(getattr(self._part, method), *self._first)

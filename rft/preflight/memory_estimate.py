@@ -247,7 +247,10 @@ def _vllm(
             f"larger of {size_text(weights)} and {size_text(decode)}",
         ),
         Term(
-            "the published version, mapped", weights, "while it loads; also in others", shared=True
+            "published weights (memory-mapped)",
+            weights,
+            "while it loads; also in others",
+            shared=True,
         ),
     ]
 
@@ -284,7 +287,10 @@ def _transformers(
             f"{tokens} tokens, {rows} texts",
         ),
         Term(
-            "the published version, mapped", weights, "while it loads; also in others", shared=True
+            "published weights (memory-mapped)",
+            weights,
+            "while it loads; also in others",
+            shared=True,
         ),
     ]
 

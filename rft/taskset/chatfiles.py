@@ -271,17 +271,18 @@ def find_model(path: str, key: str = KEY) -> Path:
     if (snapshot := modelfiles.snapshot(path)) is not None:
         return snapshot
     if modelfiles.HUB_ID.fullmatch(path):
-        found = f"{path!r} is neither a folder nor a model in the local hub cache ({modelfiles.hub_cache()})"
+        cache = modelfiles.hub_cache()
+        problem = f"{path!r} is neither a folder nor a model in the local hub cache ({cache})"
         download = f"hf download {path}"
     else:
-        found = f"folder {path} does not exist"
+        problem = f"folder {path} does not exist"
         download = f"hf download NAME --local-dir {path}"
     remedy = (
         f"Write the tiny model with `python -m rft.testing.tiny {path}`"
         if folder.name == "tiny-model"
         else f"Download the model first (`{download}`), or write the path of a model folder"
     )
-    raise ConfigError(f"{found}.{_near(folder)}  {remedy}", key=key, given=path)
+    raise ConfigError(f"{problem}.{_near(folder)}  {remedy}", key=key, given=path)
 
 
 def _near(path: Path) -> str:

@@ -49,7 +49,7 @@ _TEXT = {
     "eos_token_id": 2,
 }
 _CLIP = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "qwen2_vl")
 
 
 def make(folder: Path, family: str = "qwen2_5_vl", *, seed: int = 0) -> Path:
@@ -130,8 +130,11 @@ def _qwen(family: str, text: dict[str, Any], ids: dict[str, int]) -> dict[str, d
         vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
         text |= {"head_dim": 16, "rope_parameters": {**rope, "mrope_interleaved": True}}
     else:
-        vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
         text["rope_parameters"] = rope
+        if family == "qwen2_vl":
+            vision |= {"embed_dim": 32, "hidden_size": text["hidden_size"], "mlp_ratio": 2}
+        else:
+            vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
     config = {
         "text_config": text,
         "vision_config": vision,

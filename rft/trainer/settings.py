@@ -166,6 +166,7 @@ class LearnerSettings:
     tokenizer_path: str | None = None
     chat_template: str | None = None  # Jinja text of exported models; None = the tokenizer's
     lora: LoraSettings | None = None  # None: full fine-tuning
+    train_vision: bool = False  # also train the tower for images and its projection
     device: str = "cpu"
     # engines share the device: cached memory is released when weights are published
     shares_device: bool = False

@@ -139,10 +139,12 @@ def packed(files: Mapping[str, bytes], *, mode: int = 0o644) -> bytes:
     return stream.getvalue()
 
 
-def packed_folder(folder: Path, inside: str, *, run: Iterable[str] = ()) -> bytes:
+def packed_folder(
+    folder: Path, inside: str, *, run: Iterable[str] = (), private: bool = False
+) -> bytes:
     """Return a tar archive of a folder of this machine, owned by root, as the folder `inside`.
 
-    `run`: names below it that become executable.
+    `run`: names below it that become executable; `private`: only root may read it.
     """
     runs = {str(PurePosixPath(inside, name)).lstrip("/") for name in run}
 
@@ -150,6 +152,7 @@ def packed_folder(folder: Path, inside: str, *, run: Iterable[str] = ()) -> byte
         entry.uid = entry.gid = 0
         entry.uname = entry.gname = "root"
         entry.mode |= 0o755 if entry.isdir() or entry.name in runs else 0o444
+        entry.mode &= 0o700 if private else 0o777
         return entry
 
     stream = io.BytesIO()

@@ -24,12 +24,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from rft.reward.base import checked
-from rft.types.completion import Layout, Transcript
+from rft.types.completion import Layout, Score, Transcript
 from rft.types.task import Task, plain_text
 from rft.worker import keeper
 from rft.worker.threads import unblocked
@@ -81,7 +82,8 @@ class AgentWorkflow(Workflow):
             )
             info: dict[str, Any] = {}
             if isinstance(returned, ProcessOutput):
-                returned, info = None, {"agent_output": str(returned)}
+                info = {"agent_output": str(returned), **returned.info}
+                returned = returned.score
             if session.unused is not None:
                 info["agent_reward"] = session.unused
             score = session.score if returned is None else checked(returned)
@@ -89,7 +91,13 @@ class AgentWorkflow(Workflow):
 
 
 class ProcessOutput(str):
-    """The output of a program, for the experience's info."""
+    """The output of a program, for the experience's info, and more of it.
+
+    `score`: of the run; None: the reward of the taskset or of the agent.
+    """
+
+    score: Score | None = None
+    info: Mapping[str, Any] = MappingProxyType({})
 
 
 def _relative(path: str) -> str:
@@ -102,7 +110,7 @@ def _relative(path: str) -> str:
     return path
 
 
-class CommandArgs(BaseModel):
+class ProgramArgs(BaseModel):
     """A program that is an agent.
 
     In `command`, `env`, `stdin` and the files of `home`, {prompt}, {base_url} (with /v1), {api_key}
@@ -113,17 +121,53 @@ class CommandArgs(BaseModel):
 
     command: list[str] = Field(min_length=1, description="program and arguments; no shell")
     env: dict[str, str] = Field(default_factory=dict, description="further environment variables")
+    stdin: str | None = Field(
+        default=None, description="its standard input; default: the task as a JSON object"
+    )
+    home: dict[Annotated[str, AfterValidator(_relative)], str] | None = Field(
+        default=None,
+        description="texts by path: the files of a folder that is made for each run, is its HOME and "
+        "working folder, and is removed after it; default: those of rft",
+    )
+
+    def placeholders(self) -> set[str]:
+        """Return the names of the placeholders that are used."""
+        files = (self.home or {}).values()
+        texts = (*self.command, *self.env.values(), *files, self.stdin or "")
+        return {name for text in texts for name in _PLACEHOLDER.findall(text)}
+
+    def line(self, values: Mapping[str, str]) -> list[str]:
+        """Return the command for these values of the placeholders."""
+        return [_filled(word, values) for word in self.command]
+
+    def variables(self, values: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables of `env`, then those that name the endpoint to usual clients."""
+        return {
+            **{name: _filled(value, values) for name, value in self.env.items()},
+            "OPENAI_BASE_URL": values["base_url"],
+            "OPENAI_API_KEY": values["api_key"],
+            "ANTHROPIC_BASE_URL": values["base_url"].removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": values["api_key"],
+        }
+
+    def files(self, values: Mapping[str, str]) -> dict[str, str]:
+        """Return the texts of `home`."""
+        return {path: _filled(text, values) for path, text in (self.home or {}).items()}
+
+    def input(self, task: Task, values: Mapping[str, str]) -> str:
+        """Return the standard input."""
+        if self.stdin is not None:
+            return _filled(self.stdin, values)
+        question = {"prompt": task.prompt, "messages": task.chat(), "tools": list(task.tools)}
+        return json.dumps(question)
+
+
+class CommandArgs(ProgramArgs):
+    """A program that runs beside rft, with its rights."""
+
     pass_env: list[str] = Field(
         default_factory=list,
         description="names of variables of rft's own environment that it gets too",
-    )
-    stdin: str | None = Field(
-        None, description="its standard input; default: the task as a JSON object"
-    )
-    home: dict[Annotated[str, AfterValidator(_relative)], str] | None = Field(
-        None,
-        description="texts by path: the files of a folder that is made for each run, is its HOME and "
-        "working folder, and is removed after it; default: those of rft",
     )
     agent_reward: bool = Field(
         False, description="the reward that it posts counts before that of the taskset"
@@ -136,12 +180,6 @@ class CommandArgs(BaseModel):
         if self.home is None and "home" in self.placeholders():
             raise ValueError("{home} needs `home: {}`, or files in it")
         return self
-
-    def placeholders(self) -> set[str]:
-        """Return the names of the placeholders that are used."""
-        files = (self.home or {}).values()
-        texts = (*self.command, *self.env.values(), *files, self.stdin or "")
-        return {name for text in texts for name in _PLACEHOLDER.findall(text)}
 
 
 class CommandAgent(AgentWorkflow):
@@ -161,20 +199,17 @@ class CommandAgent(AgentWorkflow):
     async def agent(self, task: Task, base_url: str, api_key: str) -> ProcessOutput:
         values = {"base_url": base_url, "api_key": api_key}
         if "prompt" in self.args.placeholders():
-            values["prompt"] = _prompt(task)
+            values["prompt"] = prompt_text(task)
         if self.args.home is None:
             return await self._play(task, values)
         with TemporaryDirectory(prefix="rft-agent-", ignore_cleanup_errors=True) as home:
             values["home"] = home
-            await asyncio.to_thread(_write, self.args.home, values)
+            await asyncio.to_thread(_write, self.args.files(values), home)
             return await self._play(task, values)
 
     async def _play(self, task: Task, values: Mapping[str, str]) -> ProcessOutput:
         """Run the program; `values`: of the placeholders."""
-        question = {"prompt": task.prompt, "messages": task.chat(), "tools": list(task.tools)}
-        stdin = json.dumps(question)
-        if self.args.stdin is not None:
-            stdin = _filled(self.args.stdin, values)
+        stdin = self.args.input(task, values)
         inherited = {
             name: v
             for name, v in os.environ.items()
@@ -184,13 +219,9 @@ class CommandAgent(AgentWorkflow):
         env = {
             **inherited,
             **({"HOME": home} if home else {}),
-            **{name: _filled(value, values) for name, value in self.args.env.items()},
-            "OPENAI_BASE_URL": values["base_url"],
-            "OPENAI_API_KEY": values["api_key"],
-            "ANTHROPIC_BASE_URL": values["base_url"].removesuffix("/v1"),
-            "ANTHROPIC_API_KEY": values["api_key"],
+            **self.args.variables(values),
         }
-        command = [_filled(word, values) for word in self.args.command]
+        command = self.args.line(values)
         pipe = asyncio.subprocess.PIPE
         keeper_end, lifeline = os.pipe()
         try:
@@ -233,7 +264,7 @@ class CommandAgent(AgentWorkflow):
         return ProcessOutput(out.result())
 
 
-def _prompt(task: Task) -> str:
+def prompt_text(task: Task) -> str:
     """Return the texts of a task's messages.  Raises ValueError for images."""
     texts = [plain_text(message.get("content")) for message in task.chat()]
     if None in texts:
@@ -245,11 +276,11 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
     return _PLACEHOLDER.sub(lambda found: values[found[1]], text)
 
 
-def _write(files: Mapping[str, str], values: Mapping[str, str]) -> None:
+def _write(files: Mapping[str, str], home: str) -> None:
     for path, text in files.items():
-        file = Path(values["home"], path)
+        file = Path(home, path)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(_filled(text, values))
+        file.write_text(text)
 
 
 async def _ended(process: asyncio.subprocess.Process, *streams: asyncio.Future[Any]) -> None:

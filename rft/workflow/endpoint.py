@@ -108,6 +108,19 @@ class Endpoint:
         await web.SockSite(self._runner, listener).start()
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
+    @asynccontextmanager
+    async def also_at(self, listener: socket.socket) -> AsyncIterator[None]:
+        """Listen at another socket, too."""
+        from aiohttp import web
+
+        assert self._runner is not None
+        site = web.SockSite(self._runner, listener.dup())
+        await site.start()
+        try:
+            yield
+        finally:
+            await site.stop()
+
     def routes(self, router: web.UrlDispatcher) -> None:
         for prefix in ("", "/run/{run}"):
             for page, dialect in DIALECTS.items():
@@ -379,6 +392,13 @@ async def serve(
             yield session
         finally:
             endpoint.remove(session)
+
+
+@asynccontextmanager
+async def also_at(listener: socket.socket) -> AsyncIterator[None]:
+    """Serve the open sessions of this event loop at a further listening socket, which is left open."""
+    async with shared() as endpoint, endpoint.also_at(listener):
+        yield
 
 
 @asynccontextmanager

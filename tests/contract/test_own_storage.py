@@ -137,7 +137,7 @@ class TestShelf(StorageContract):
             r"must be a class X\(Storage\) of rft.buffer.storage.base",
         ),
         ("storage_type=no.such.module:Shelf", "No module named 'no'"),
-        ("storage_type=fille", "unknown storage 'fille'.  Known: .*Did you mean file"),
+        ("storage_type=fille", "unknown storage 'fille'.  Did you mean file.*Known: "),
     ],
 )
 def test_check_says_what_is_wrong(config: Path, change: str, said: str) -> None:

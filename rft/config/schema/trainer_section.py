@@ -257,6 +257,11 @@ class TrainerConfig(Section):
         "Token budget of one micro-batch when log-probs are only computed.  Null: "
         "max_token_len_per_gpu.",
     )
+    train_vision: bool = key(
+        LearnerSettings.train_vision,
+        "Models that read images: also train the vision tower and its projection.  False: they are "
+        "frozen.",
+    )
     ulysses_sequence_parallel_size: units.Ranks = safe_key(
         LearnerSettings.sequence_parallel,
         "Ranks that share each micro-batch, an equal slice of its positions each.",

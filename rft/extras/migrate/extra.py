@@ -1,13 +1,13 @@
 """The extra that converts files of veRL and Trinity-RFT, and knows their names of keys."""
 
-from rft.plugins import Extra, Verb
+from rft.plugins import CliCommand, Extra
 
 SCORES = "rft.extras.migrate.score_functions"
 REFUSED = "rft.extras.migrate.compat.refused_plugins"
 KEYS = "rft.extras.migrate.compat.keys"
 EXTRA = Extra(
-    verbs={
-        "convert": Verb(
+    commands={
+        "convert": CliCommand(
             "Turn a veRL launch script or a YAML file of Trinity-RFT into a configuration.",
             "rft convert verl run_grpo.sh",
             "rft.extras.migrate.convert_command:convert",

@@ -8,5 +8,6 @@ EXTRA = Extra(
         "rft.extras.sandbox.code_workflow",
         "rft.extras.sandbox.react_workflow",
         "rft.extras.sandbox.repair_workflow",
+        "rft.extras.sandbox.terminal_workflow",
     ),
 )

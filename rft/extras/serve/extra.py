@@ -1,11 +1,11 @@
 """The extra that learns from sessions of agents elsewhere, and its client."""
 
-from rft.plugins import Extra, Verb
+from rft.plugins import CliCommand, Extra
 
 EXTRA = Extra(
-    verbs={
-        "serve": Verb(
-            "Answer OpenAI requests and learn from the rewards that are posted.",
+    commands={
+        "serve": CliCommand(
+            "Serve an OpenAI-compatible API and train on the rewards posted to it.",
             "rft serve --config my.yaml",
             "rft.extras.serve.serve_command:serve",
         ),

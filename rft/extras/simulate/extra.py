@@ -1,10 +1,10 @@
 """The extra that forecasts a run on another cluster."""
 
-from rft.plugins import Extra, Verb
+from rft.plugins import CliCommand, Extra
 
 EXTRA = Extra(
-    verbs={
-        "simulate": Verb(
+    commands={
+        "simulate": CliCommand(
             "Forecast step times, waits and staleness on a cluster.",
             "rft simulate cluster.yaml --config my.yaml",
             "rft.extras.simulate.simulate_command:simulate",

@@ -26,6 +26,7 @@ from rft.trainer.model import batch as batches
 from rft.trainer.model import policy as policies
 from rft.trainer.model.balance import RouterBalance
 from rft.trainer.model.critic import Critic
+from rft.trainer.model.image_rows import ImageReader
 from rft.trainer.model.proximal import ProximalWeights
 from rft.trainer.rows.pack import RankBatch, TrainRow
 from rft.trainer.settings import LearnerSettings
@@ -71,6 +72,7 @@ class RankModels:
                 policies.load(settings, trained=False) if refers and lora is None else None
             )
             self.critic = Critic(settings) if self.algorithm.needs.critic else None
+        self._reader: ImageReader | None = None  # made for the first row with an image
         self._proximal = ProximalWeights(self.policy)
         self._balance = RouterBalance(settings) if settings.router_aux_loss_coef else None
 
@@ -97,8 +99,14 @@ class RankModels:
 
     def check_rows(self, rows: Sequence[TrainRow]) -> str:
         """Compare the policy's results for `rows` with transformers; see `row_proof.check_rows`."""
+        texts = [row for row in rows if not row.images]
+        shown = [row for row in rows if row.images]
+        check = partial(row_proof.check_rows, self.policy, self.settings)
         with self._memory("comparing the first batch with transformers"):
-            return row_proof.check_rows(self.policy, self.settings, rows)
+            messages = [check(texts, None)] if texts else []
+            if shown:
+                messages.append(check(shown, self._images()))
+            return "; ".join(messages)
 
     def _loss_inputs(
         self, micro: batches.MicroBatch, batch: RankBatch
@@ -238,14 +246,30 @@ class RankModels:
         self, rows: Sequence[TrainRow], critic: Critic | None = None
     ) -> batches.MicroBatch:
         """Return the rows as a micro-batch for `critic`, or for the policy if it is None."""
-        layout = (self.settings if critic is None else critic.settings).row_layout
+        settings = self.settings if critic is None else critic.settings
+        shown = any(row.images for row in rows)
+        layout = "padded" if shown else settings.row_layout
         counted = critic is None and self._balance is not None
-        return batches.make(
+        micro = batches.make(
             rows or [_IDLE],
             layout=layout,
             device=torch.device(self.settings.device),
             counted=counted,
         )
+        if shown:
+            self._images()
+        if self._reader is None:
+            return micro
+        for model in (self.policy, self.reference) if critic is None else (critic.model,):
+            if model is not None:
+                policies.lay_out(model, settings, layout)
+        return self._reader.placed(rows, micro) if any(row.shown for row in rows) else micro
+
+    def _images(self) -> ImageReader:
+        """Return the reader of images, which the first row with one makes."""
+        if self._reader is None:
+            self._reader = ImageReader(self.policy.lm, self.settings)
+        return self._reader
 
 
 def denominators(s: LearnerSettings, batch: RankBatch) -> Denominators:

@@ -23,7 +23,7 @@ from rft.algorithm.args import Computed
 from rft.algorithm.needs import controllers
 from rft.errors import CheckpointInvalid, ConfigError
 from rft.trainer.loop.step_result import StepResult, combined
-from rft.trainer.rows.pack import Budget, RankBatch, TrainRow, plan
+from rft.trainer.rows.pack import Budget, RankBatch, RowImage, TrainRow, plan
 from rft.trainer.settings import CriticSettings, LearnerSettings
 from rft.types.ids import Version
 from rft.types.ports import ScoreRow, WeightManifest
@@ -298,10 +298,12 @@ class Ranks:
 
 def _train_row(row: ScoreRow) -> TrainRow:
     count = len(row.tokens)
+    files = {image.sha256: image.data for image in row.images}
     return TrainRow(
         tokens=row.tokens,
         loss_mask=np.arange(count) >= row.prompt_length,
         logprobs=np.zeros(count, np.float32),
         temperatures=row.temperature,
         experts=row.routed_experts,
+        images=tuple(RowImage(place, files[place.sha256]) for place in row.places),
     )

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from rft.engine.auto_class import auto_class
 from rft.errors import ConfigError
 from rft.trainer.model.upload import upload
 from rft.trainer.rows.prefix import MAX_MASK, Branch, Tree
@@ -499,20 +500,26 @@ def register(name: str, function: Any, *, compiled: bool = False) -> str:
 
 
 def exchangeable(config: Any) -> bool:
-    """Return whether the causal model of `config` uses transformers' attention registry; True for
-    unknown classes.
+    """Return whether the model of `config` uses transformers' attention registry; True for unknown
+    classes.
     """
-    from transformers import AutoModelForCausalLM
-
-    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)  # type: ignore[attr-defined]
+    kind = auto_class(config)._model_mapping.get(type(config), None)
     return kind is None or "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[kind.__module__])
 
 
 def switch(lm: torch.nn.Module, name: str) -> None:
-    """Set the attention implementation of all layers of `lm` to transformers' `name`."""
+    """Set the attention implementation of the text layers of `lm` to transformers' `name`.
+
+    A tower for images keeps transformers' own: its rows are images.
+    """
     from transformers import PreTrainedConfig
 
-    for module in lm.modules():
-        config = vars(module).get("config")
-        if isinstance(config, PreTrainedConfig):
-            config._attn_implementation = name
+    every = (vars(module).get("config") for module in lm.modules())
+    configs = [config for config in every if isinstance(config, PreTrainedConfig)]
+    for config in configs:
+        config._attn_implementation = name
+    # setting that of the whole model sets that of its parts
+    tower = type(getattr(lm.config, "vision_config", None)).__name__
+    for config in configs:
+        if type(config).__name__ == tower:
+            config._attn_implementation = "eager" if name == "eager" else "sdpa"

@@ -27,6 +27,16 @@ TOKEN_VALUES = ("old", "ref", "values", "returns", "weights", "run_tokens", "gro
 
 
 @dataclass(frozen=True)
+class ImageInputs:
+    """Images of padded rows [S, W], each once, with N features in all their places."""
+
+    arrays: Mapping[str, torch.Tensor]  # by the names of the model's forward
+    types: torch.Tensor  # int64 [S, W]: 1 at the places of features
+    places: torch.Tensor  # int64 [N], flat positions of the features
+    order: torch.Tensor  # int64 [N], the feature of each place, counted over all images
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """N trained tokens of S rows.
 
@@ -34,7 +44,7 @@ class MicroBatch:
     """
 
     input_ids: torch.Tensor  # int64 [1, T] or [S, W]
-    position_ids: torch.Tensor  # same shape
+    position_ids: torch.Tensor  # same shape; [3, S, W] for images of a model with 3-d positions
     attention_mask: torch.Tensor | None  # bool [S, W]
     tree: Any  # Layout, or the Spread of rft.trainer.model.ulysses; None: padded rows
     places: np.ndarray  # int64 [N], flat input position that predicts each trained token
@@ -56,6 +66,7 @@ class MicroBatch:
     counts: torch.Tensor | None = None
     # int32 [positions, layers, experts], prescribed experts; -1: the router's choice
     experts: torch.Tensor | None = None
+    images: ImageInputs | None = None
 
     @property
     def computed(self) -> int:

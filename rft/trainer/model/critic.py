@@ -9,7 +9,7 @@ before the token and not on the token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,8 +58,9 @@ class ValueModel(Policy):
         projected = _projected(self.hidden(batch if share is None else share.batch))
         return projected if share is None else share.gather(projected)
 
-    def reference_outputs(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [body_of(self.lm)(input_ids=ids, use_cache=False).last_hidden_state for ids in rows]
+    def reference_outputs(self, inputs: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
+        body = body_of(self.lm)
+        return [body(**names, use_cache=False).last_hidden_state for names in inputs]
 
     @staticmethod
     def read(out: torch.Tensor, row: TrainRow) -> torch.Tensor:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rft.engine.auto_class import auto_class
 from rft.engine.weights import in_checkpoints, saved_buffers
 from rft.errors import CheckpointInvalid, ConfigError, SetupError, is_out_of_memory
 from rft.files.strict_json import parse_json
@@ -91,17 +92,14 @@ def config_of(folder: Path, *, trust_remote_code: bool, override: Mapping[str, A
 
 def skeleton(config: Any, *, trust_remote_code: bool, attn_implementation: str) -> Any:
     """Return the causal model of `config`, parameters on the meta device, buffers on the CPU."""
-    from transformers import AutoModelForCausalLM
-
+    auto = auto_class(config)
     how = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
     with no_progress(), torch.device("meta"):
         try:
-            lm = AutoModelForCausalLM.from_config(
-                config, attn_implementation=attn_implementation, **how
-            )
+            lm = auto.from_config(config, attn_implementation=attn_implementation, **how)
         except Exception as e:  # third-party model code may raise anything
             try:
-                lm = AutoModelForCausalLM.from_config(config, attn_implementation="eager", **how)
+                lm = auto.from_config(config, attn_implementation="eager", **how)
             except Exception as plain:
                 reason = f"transformers cannot build it from its config.json: {_describe(plain)}"
                 raise ConfigError(reason, key=_MODEL, given=config.name_or_path) from plain
@@ -361,11 +359,9 @@ def pretrained(
 
     Raises SetupError for missing weights.
     """
-    from transformers import AutoModelForCausalLM
-
     with no_progress():
         try:
-            lm, info = AutoModelForCausalLM.from_pretrained(
+            lm, info = auto_class(config).from_pretrained(
                 folder,
                 config=config,
                 dtype=torch.float32,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,16 @@ from rft.engine.routers import Routers
 from rft.engine.weights import saved_buffers
 from rft.errors import ConfigError, SetupError
 from rft.plugins import import_library
-from rft.trainer.model import attention, loading, lora, recompute, sharding, tensors, ulysses
+from rft.trainer.model import (
+    attention,
+    image_rows,
+    loading,
+    lora,
+    recompute,
+    sharding,
+    tensors,
+    ulysses,
+)
 from rft.trainer.model.balance import RouterLogits, probabilities
 from rft.trainer.model.batch import MicroBatch
 from rft.trainer.model.logprobs import token_logprobs, token_statistics
@@ -33,6 +42,7 @@ from rft.trainer.model.state_layers import StateLayers
 from rft.trainer.rows.pack import TrainRow
 from rft.trainer.settings import LearnerSettings
 from rft.types import row_layout
+from rft.types.row_layout import AskedLayout
 
 log = logging.getLogger(__name__)
 
@@ -128,22 +138,26 @@ class Policy(nn.Module):
         self.states.begin(batch.tree)
         if self.routers is not None:
             self.routers.prescribe(batch.experts)
-        out = body_of(self.lm)(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            attention_mask=batch.attention_mask,
-            use_cache=False,
-            **more,
-        )
-        hidden: torch.Tensor = out.last_hidden_state.flatten(0, 1).index_select(0, batch.predict)
-        return hidden
+        hidden: torch.Tensor
+        if batch.images is not None:
+            hidden = image_rows.hidden_states(self.lm, batch)
+        else:
+            hidden = body_of(self.lm)(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                attention_mask=batch.attention_mask,
+                use_cache=False,
+                **more,
+            ).last_hidden_state
+        return hidden.flatten(0, 1).index_select(0, batch.predict)
 
-    def reference_outputs(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return logits of transformers' own forward in eval mode for each of `rows`, int64 [S, W].
+    def reference_outputs(self, inputs: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
+        """Return logits of transformers' own forward in eval mode for each of `inputs`, with
+        `input_ids` int64 [S, W].
 
         Logits are [S, W, V] in float32, or in float64 for a float64 model.
         """
-        logits = [self.lm(input_ids=ids, use_cache=False).logits for ids in rows]
+        logits = [self.lm(**names, use_cache=False).logits for names in inputs]
         return [x if x.dtype == torch.float64 else x.float() for x in logits]
 
     def numbers(self, batch: MicroBatch) -> torch.Tensor:
@@ -259,6 +273,7 @@ def built(kind: type[_P], settings: LearnerSettings, fresh: str = "") -> tuple[_
     lm = loading.skeleton(
         config, trust_remote_code=trust, attn_implementation=attention_name(settings)
     )
+    attention.switch(lm, lm.config._attn_implementation)
     model = kind(without_dropout(lm), settings.logprob_chunk_tokens)
     due = {name: p for name, p in model.names().items() if not (fresh and name.startswith(fresh))}
     if loading.readable(lm, due, model.tied(), folder):
@@ -271,6 +286,7 @@ def built(kind: type[_P], settings: LearnerSettings, fresh: str = "") -> tuple[_
     lm = loading.pretrained(
         config, folder, trust_remote_code=trust, attn_implementation=lm.config._attn_implementation
     )
+    attention.switch(lm, lm.config._attn_implementation)
     return kind(without_dropout(lm), settings.logprob_chunk_tokens), None
 
 
@@ -301,6 +317,15 @@ def place(
         recompute.apply(policy.lm)
     _deterministic(policy)
     policy.requires_grad_(trained)
+    tower = image_rows.tower(policy.lm)
+    if settings.train_vision and not tower:
+        raise ConfigError(
+            f"{type(policy.lm).__name__} has no vision tower; write false",
+            key="trainer.train_vision",
+            given=True,
+        )
+    for parameter in tower:
+        parameter.requires_grad_(trained and settings.train_vision)
     if policy.adapter is not None:
         lora.freeze(policy, policy.adapter)
     policy.sequence = ulysses.group(settings)
@@ -352,6 +377,18 @@ def plain_attention(lm: Any, settings: LearnerSettings) -> str:
     """Return transformers' attention implementation for padded rows of `lm`."""
     name = attention_name(replace(settings, row_layout="padded", sequence_parallel=1))
     return "eager" if name == "sdpa" and not lm._supports_sdpa else name
+
+
+def lay_out(policy: Policy, settings: LearnerSettings, layout: AskedLayout) -> None:
+    """Let `policy`, whose layout is that of `settings`, compute micro-batches in `layout` from now
+    on, also in the backward pass.
+    """
+    if layout == "padded":
+        name = plain_attention(policy.lm, settings)
+    else:
+        name = attention_name(settings)
+    if policy.lm.config._attn_implementation != name:
+        attention.switch(policy.lm, name)
 
 
 def without_dropout(lm: Any) -> Any:

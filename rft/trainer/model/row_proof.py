@@ -35,6 +35,7 @@ from rft.errors import ConfigError, RunFailed, SetupError, is_out_of_memory
 from rft.plugins import import_library
 from rft.trainer.model import attention, batch, layer_copy, loading, sharding
 from rft.trainer.model import policy as policies
+from rft.trainer.model.image_rows import ImageReader
 from rft.trainer.model.policy import Policy
 from rft.trainer.rows.pack import TrainRow
 from rft.trainer.settings import LearnerSettings
@@ -213,18 +214,24 @@ def _describe(e: Exception) -> str:
     return e.message if isinstance(e, ConfigError) else f"{type(e).__name__}: {e}"
 
 
-def check_rows(model: Policy, settings: LearnerSettings, rows: Sequence[TrainRow]) -> str:
+def check_rows(
+    model: Policy, settings: LearnerSettings, rows: Sequence[TrainRow], reader: ImageReader | None
+) -> str:
     """Compare `rows` of the first batch with separate rows; return a message for the log.
 
-    Collective. Raises RunFailed if they differ.
+    `reader`: of their images; None if they have none.  Collective. Raises RunFailed if they differ.
     """
     # a lease's arrays are read-only
     chosen = [msgspec.structs.replace(r, tokens=r.tokens.copy(), experts=None) for r in rows]
-    proof = measure(model, settings, chosen)
+    if reader is None:
+        proof = measure(model, settings, chosen)
+    else:
+        proof = measure_images(model, settings, chosen, reader)
     if not proof.apart <= proof.limit:
+        layout = settings.row_layout if reader is None else "padded"
         raise RunFailed(
-            f"the first batch, as {settings.row_layout} rows of {type(model.lm).__name__}, is not "
-            f"what transformers computes: {proof}.  "
+            f"the first batch, as {layout} rows of {type(model.lm).__name__}, is not what "
+            f"transformers computes: {proof}.  "
             f"Write {KEY}: padded; if that is written, the trainer cannot train this model"
         )
     return f"first batch: {len(chosen)} of its rows are what transformers computes: {proof}"
@@ -244,11 +251,40 @@ def measure(model: Policy, settings: LearnerSettings, rows: list[TrainRow] | Non
     with _narrowed(model):
         values, reach = _laid_out(model, settings, rows, far=not has_rows)
         with _plainly(model, settings):
-            alone = _read(
-                model, rows, [out[0] for out in model.reference_outputs([t[None] for t in tokens])]
-            )
+            inputs = [{"input_ids": t[None]} for t in tokens]
+            alone = _read(model, rows, [out[0] for out in model.reference_outputs(inputs)])
             with rounding.otherwise(model.lm, sharding.DTYPES[settings.dtype]):
-                joined = _read(model, rows, model.reference_outputs([filled])[0])
+                joined = _read(model, rows, model.reference_outputs([{"input_ids": filled}])[0])
+    return _proof(model, settings, (values, alone, joined), reach)
+
+
+@torch.no_grad()
+def measure_images(
+    model: Policy, settings: LearnerSettings, rows: list[TrainRow], reader: ImageReader
+) -> Proof:
+    """Compare `rows` that show images, padded, with separate rows.  Collective."""
+    micro_batch = batch.make(rows, layout="padded", device=torch.device(settings.device))
+    policies.lay_out(model, settings, "padded")
+    values = model.numbers(reader.placed(rows, micro_batch))[None]
+    policies.lay_out(model, settings, settings.row_layout)
+    inputs = [reader.reference_inputs(row, settings.device) for row in rows]
+    with _plainly(model, settings):
+        alone = _read(model, rows, [out[0] for out in model.reference_outputs(inputs)])
+        with rounding.otherwise(model.lm, sharding.DTYPES[settings.dtype]):
+            again = _read(model, rows, [out[0] for out in model.reference_outputs(inputs)])
+    return _proof(model, settings, (values, alone, again), 0)
+
+
+def _proof(
+    model: Policy,
+    settings: LearnerSettings,
+    numbers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    reach: int,
+) -> Proof:
+    """Return the proof from the rows' numbers in the layout [1 or 2, N], alone [N], and alone with
+    other roundings [N].
+    """
+    values, alone, joined = numbers
     reduce = torch.amax if settings.dtype == "float32" else torch.mean
     differences = torch.stack(
         [reduce((values - alone).abs(), -1).max(), reduce((joined - alone).abs())]
@@ -285,10 +321,11 @@ def copy_apart(settings: LearnerSettings) -> float:
     model = layer_copy.make(alone)
     rows = _rows(model)
     tokens = [torch.from_numpy(r.tokens).to(alone.device, torch.int64)[None] for r in rows]
+    inputs = [{"input_ids": t} for t in tokens]
     with _narrowed(model):
         values, _ = _laid_out(model, alone, rows, far=True)
         with _plainly(model, alone):
-            right = _read(model, rows, [out[0] for out in model.reference_outputs(tokens)])
+            right = _read(model, rows, [out[0] for out in model.reference_outputs(inputs)])
     return float((values - right).abs().max().nan_to_num(float("inf"), float("inf")))
 
 

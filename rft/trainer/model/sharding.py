@@ -106,7 +106,9 @@ def shard(
         fsdp.set_reduce_scatter_unused_params(True)
     for name in exact:
         fully_shard(model.get_submodule(name), mesh=mesh, offload_policy=host)
-    fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=host)
+    root = fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=host)
+    if settings.train_vision:  # a rank may have no image
+        root.set_reduce_scatter_unused_params(True)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)

@@ -22,12 +22,12 @@ from rft.algorithm.base import PreparedStep, StepInputs, StepRow
 from rft.algorithm.composition import Algorithm
 from rft.algorithm.value import explained_variance
 from rft.errors import RunFailed
-from rft.trainer.rows.pack import Budget, RankBatch, TrainRow, plan
+from rft.trainer.rows.pack import Budget, RankBatch, RowImage, TrainRow, plan
 from rft.types.block import decode
 from rft.types.credit import compared, run_rewards
 from rft.types.experience import Experience, scored_members
 from rft.types.ids import ExperienceId, GroupId
-from rft.types.ports import Lease
+from rft.types.ports import NO_IMAGES, Lease
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def decode_lease(
         _warn_if_certain(lease.step, experiences)
     if pairs:
         _check_pairs(experiences)
-    rows = [train_row(x, pairs, teacher_top) for x in experiences]
+    rows = [train_row(x, pairs, teacher_top, lease.images) for x in experiences]
     return DecodedLease(lease, experiences, rows)
 
 
@@ -425,11 +425,19 @@ def _check_pairs(rows: Sequence[Experience]) -> None:
         )
 
 
-def train_row(row: Experience, pairs: bool = False, teacher_top: int = 0) -> TrainRow:
+def train_row(
+    row: Experience,
+    pairs: bool = False,
+    teacher_top: int = 0,
+    files: Mapping[str, bytes] = NO_IMAGES,
+) -> TrainRow:
     """Return the learner's view of an experience.
 
     `pairs`: the rows of each group form a pair.  `teacher_top`: see the algorithm's `needs`.
+    `files`: of images, by name.  Raises RunFailed if one is missing.
     """
+    if lost := next((place.sha256 for place in row.images if place.sha256 not in files), None):
+        raise RunFailed(f"{_where(row)} shows image {lost}, whose file did not come with the row")
     temperatures: np.ndarray | float = row.temperature
     if any(record.sampling.temperature != temperatures for record in row.sampling):
         temperatures = np.full(len(row.tokens), row.temperature, np.float32)
@@ -442,6 +450,7 @@ def train_row(row: Experience, pairs: bool = False, teacher_top: int = 0) -> Tra
         logprobs=row.logprobs,
         temperatures=temperatures,
         experts=row.routed_experts,
+        images=tuple(RowImage(place, files[place.sha256]) for place in row.images),
         top_ids=_at(row.teacher_top_ids, trained),
         top_logprobs=_at(row.teacher_top_logprobs, trained),
         is_expert=row.is_expert,

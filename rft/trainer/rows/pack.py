@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -19,7 +19,15 @@ from msgspec import Struct
 
 from rft.trainer.rows.prefix import shared_length
 from rft.types import experts
+from rft.types.images import ImagePlace
 from rft.types.row_layout import AskedLayout
+
+
+class RowImage(Struct, frozen=True, gc=False):
+    """An image in a row: its place among the tokens, and its file."""
+
+    place: ImagePlace
+    data: bytes
 
 
 class TrainRow(Struct, frozen=True, kw_only=True):
@@ -50,9 +58,15 @@ class TrainRow(Struct, frozen=True, kw_only=True):
     group_tokens: int | None = None  # counted tokens of its group
     # [P, layers, experts], experts of the first P positions; see rft.types.experts
     experts: np.ndarray | None = None
+    images: tuple[RowImage, ...] = ()  # in the order of their places
     is_expert: bool = False
     group: str = ""
     pair: str = ""
+
+    @property
+    def shown(self) -> tuple[RowImage, ...]:
+        """Return the images among `inputs`."""
+        return tuple(i for i in self.images if i.place.start < len(self.inputs))
 
     @property
     def marked(self) -> np.ndarray:
@@ -139,8 +153,11 @@ def plan(rows: Sequence[TrainRow], world_size: int, budget: Budget) -> list[list
     rows.  Each set, the largest first, goes to the rank with the fewest tokens (unless
     `Budget.balance` is off); within a rank the sets are packed into the budget, first-fit
     decreasing.  A row or pair that exceeds the budget gets its own micro-batch.  Micro-batches of a
-    fixed number of rows keep the order of the rows, see `spread`.
+    fixed number of rows keep the order of the rows, see `spread`.  A step with images is cut like
+    padded rows.
     """
+    if any(row.images for row in rows):
+        budget = replace(budget, layout="padded")
     if budget.rows is not None:
         pairs = _pairs(rows) if any(row.pair for row in rows) else []
         return spread(len(rows), world_size, budget.rows, 2 if pairs else 1)

@@ -27,7 +27,9 @@ def run(*arguments: str) -> str:
 def test_a_key() -> None:
     (d,) = describe("trainer.grad_clip")
     assert d.type == "number > 0" and d.default == "1.0" and d.unit == "gradient norm"
-    assert d.used_by == "trainer" and d.on_resume == "may not change" and d.trinity == "the same"
+    assert (
+        d.used_by == "trainer" and d.on_resume == "may not be changed" and d.trinity == "the same"
+    )
     assert "actor_rollout_ref.actor.grad_clip" in d.verl and not d.asked
 
 

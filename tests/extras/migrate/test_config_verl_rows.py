@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rft.cli.verbs import all_verbs
+from rft.cli.commands import all_commands
 from rft.config.schema.walk import all_keys
 from rft.extras.migrate.compat.key_names import describe
 from rft.extras.migrate.compat.keys.verl_keys import Row, by_path, by_target, rows
@@ -81,7 +81,7 @@ def is_metric(target: str) -> bool:
 
 
 def is_option(target: str) -> bool:
-    return target.startswith("rft ") and target.split()[1] in all_verbs()
+    return target.startswith("rft ") and target.split()[1] in all_commands()
 
 
 @for_each("target", TARGETS)

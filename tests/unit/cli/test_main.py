@@ -1,4 +1,4 @@
-"""The program `rft` from outside: speed, verbs, messages, exit codes."""
+"""The program `rft` from outside: speed, commands, messages, exit codes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from rft.cli import main as cli
-from rft.cli.verbs import all_verbs
+from rft.cli.commands import all_commands
 from rft.errors import ConfigError, ConfigErrors, RunFailed, SetupError
 
 
@@ -42,7 +42,7 @@ def test_help_is_quick_and_names_every_verb() -> None:
         if took[-1] <= 0.5:
             break
     assert said.returncode == 0
-    assert all(verb in said.stdout for verb in all_verbs())
+    assert all(command in said.stdout for command in all_commands())
     assert min(took) <= 0.5, took
 
 
@@ -67,21 +67,21 @@ def test_help_loads_nothing_heavy() -> None:
         assert f"'{heavy}'" not in loaded
 
 
-@pytest.mark.parametrize("verb", list(all_verbs()))
-def test_every_verb_can_be_asked_for_help(verb: str) -> None:
-    said = CliRunner().invoke(cli.make(verb), [verb, "--help"], prog_name="rft")
+@pytest.mark.parametrize("command", list(all_commands()))
+def test_every_command_can_be_asked_for_help(command: str) -> None:
+    said = CliRunner().invoke(cli.make(command), [command, "--help"], prog_name="rft")
     assert said.exit_code == 0, said.output
-    assert f"Usage: rft {verb}" in said.output
+    assert f"Usage: rft {command}" in said.output
 
 
-@pytest.mark.parametrize("verb", list(all_verbs()))
-def test_every_verb_has_an_example_whose_options_there_are(verb: str) -> None:
-    example = all_verbs()[verb].example
-    assert example.startswith(f"rft {verb}")
+@pytest.mark.parametrize("command", list(all_commands()))
+def test_every_command_has_an_example_whose_options_there_are(command: str) -> None:
+    example = all_commands()[command].example
+    assert example.startswith(f"rft {command}")
     names = [w for w in example.split(", or")[0].split()[2:] if w.isalpha()]
-    app = typer.main.get_command(cli.make(verb)).commands[verb]  # type: ignore[attr-defined]
-    command = app.commands[names[0]] if hasattr(app, "commands") else app
-    options = {o for p in command.params for o in p.opts}
+    app = typer.main.get_command(cli.make(command)).commands[command]  # type: ignore[attr-defined]
+    inner = app.commands[names[0]] if hasattr(app, "commands") else app
+    options = {o for p in inner.params for o in p.opts}
     assert {w for w in example.split() if w.startswith("-")} <= options
 
 

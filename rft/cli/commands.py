@@ -1,86 +1,86 @@
-"""The commands (verbs) of the core and of extras, listed without importing them."""
+"""The commands of the core and of extras, none of which it imports."""
 
 from __future__ import annotations
 
-from rft.plugins import Verb, extras
+from rft.plugins import CliCommand, extras
 
 CORE = {
-    "run": Verb(
-        "Train: explore, judge, learn, synchronise; resumes where it was stopped.",
+    "run": CliCommand(
+        "Train a model, or resume a run that was stopped.",
         "rft run --config my.yaml trainer.total_steps=50",
         "rft.cli.run_command:run",
     ),
-    "check": Verb(
+    "check": CliCommand(
         "Show what a configuration will do, and everything that is wrong with it.",
         "rft check --config my.yaml",
         "rft.cli.check_command:check",
     ),
-    "explain": Verb(
+    "explain": CliCommand(
         "Explain a configuration key, with its names in veRL and Trinity-RFT.",
         "rft explain lr",
         "rft.cli.explain_command:explain",
     ),
-    "quickstart": Verb(
-        "A real pretrained model learns single-digit sums on this machine.",
+    "quickstart": CliCommand(
+        "Train a small pretrained model on single-digit sums.",
         "rft quickstart --seed 1",
         "rft.cli.quickstart_command:quickstart",
     ),
-    "status": Verb(
+    "status": CliCommand(
         "Show what a run is doing or how it ended, read from its files.",
         "rft status runs/rft/tiny",
         "rft.cli.status_command:status",
     ),
-    "chat": Verb(
-        "Talk to a checkpoint, or to a model.",
+    "chat": CliCommand(
+        "Talk to the checkpoint of a run, or to a model folder.",
         "rft chat runs/rft/tiny",
         "rft.cli.chat_command:chat",
     ),
-    "timeline": Verb(
+    "timeline": CliCommand(
         "Draw when each part of a run worked and when it waited.",
         "rft timeline runs/rft/tiny",
         "rft.cli.status_command:timeline",
     ),
-    "eval": Verb(
+    "eval": CliCommand(
         "Evaluate a model on a taskset, without a configuration file.",
         "rft eval runs/model questions.jsonl --reward math_reward --workflow math_workflow",
         "rft.cli.eval_command:evaluate",
     ),
-    "debug": Verb(
-        "Play one task, score one answer, or train one step again.",
+    "debug": CliCommand(
+        "Run one task, score one answer, or repeat one train step.",
         "rft debug workflow --config my.yaml --say 4",
         "rft.cli.debug_command:debug",
     ),
-    "new": Verb(
+    "new": CliCommand(
         "Write the skeleton of a workflow, reward, judge ... and its test.",
         "rft new config sums, or: rft new workflow my_workflow",
         "rft.cli.new_command:new",
     ),
-    "export": Verb(
-        "Copy the verified Hugging Face model of a checkpoint.",
+    "export": CliCommand(
+        "Write a checkpoint as a Hugging Face model.",
         "rft export runs/rft/tiny -o exported",
         "rft.cli.export_command:export",
     ),
-    "log": Verb(
+    "log": CliCommand(
         "Show a run's logs, merged by time.",
         "rft log runs/rft/tiny -l warning",
         "rft.cli.status_command:log",
     ),
-    "plugins": Verb(
-        "List what a configuration can name.",
+    "plugins": CliCommand(
+        "List workflows, rewards, losses and other plugins by name.",
         "rft plugins",
         "rft.cli.explain_command:plugins",
     ),
-    "buffer": Verb(
-        "Look into a run's experience buffer.",
+    "buffer": CliCommand(
+        "Query, sample or audit the experiences of a run.",
         "rft buffer sample runs/rft/tiny --step 10 --worst 3",
         "rft.cli.buffer_command:buffer",
     ),
 }
 
 
-def all_verbs() -> dict[str, Verb]:
-    """Return all verbs by name."""
-    verbs = dict(CORE)
+def all_commands() -> dict[str, CliCommand]:
+    """Return all commands by name."""
+    commands = dict(CORE)
     for extra in extras().values():
-        verbs |= extra.verbs
-    return verbs
+        commands |= extra.commands
+    return commands

@@ -1,0 +1,3 @@
+from judge import text
+
+assert text("answer.txt").split() == ["34"]

@@ -1,0 +1,7 @@
+from judge import text
+
+lines = text("all.txt").splitlines()
+assert [line.split(" ", 1)[1] for line in lines] == ['2026-03-02T01:11 event 39', '2026-03-02T18:36 event 36', '2026-03-04T02:58 event 25', '2026-03-05T07:55 event 11', '2026-03-05T23:53 event 32', '2026-03-07T04:44 event 27', '2026-03-07T06:02 event 40', '2026-03-07T23:11 event 37', '2026-03-08T08:04 event 8', '2026-03-11T02:36 event 15', '2026-03-11T03:50 event 20', '2026-03-11T19:45 event 30', '2026-03-12T01:08 event 3', '2026-03-12T12:24 event 31', '2026-03-12T14:47 event 12', '2026-03-12T20:18 event 33', '2026-03-13T02:06 event 38', '2026-03-13T05:08 event 13', '2026-03-13T14:30 event 19', '2026-03-14T02:20 event 0', '2026-03-14T15:19 event 43', '2026-03-16T11:41 event 2', '2026-03-16T15:42 event 41', '2026-03-17T00:34 event 21', '2026-03-17T09:58 event 6', '2026-03-18T07:16 event 9', '2026-03-18T17:39 event 7', '2026-03-19T20:43 event 5', '2026-03-20T12:22 event 28', '2026-03-20T13:20 event 44', '2026-03-20T14:15 event 18', '2026-03-22T01:05 event 16', '2026-03-22T07:47 event 24', '2026-03-22T15:52 event 26', '2026-03-22T19:31 event 1', '2026-03-23T00:41 event 14', '2026-03-23T09:09 event 4', '2026-03-24T12:03 event 22', '2026-03-25T11:00 event 42', '2026-03-26T20:27 event 34', '2026-03-27T07:18 event 29', '2026-03-27T09:33 event 10', '2026-03-28T03:32 event 17', '2026-03-28T04:27 event 23', '2026-03-28T11:33 event 35']
+for line in lines:
+    source, event = line.split(" ", 1)
+    assert event in text(source).splitlines(), line
