@@ -1,7 +1,7 @@
 """docs/reference/algorithms.md: papers, formulas, defaults and arguments of every algorithm and
 part, made from docstrings and models.
 
-Knows nothing of how parts work.  Invariant: it reads docstrings and models alone, so the page cannot
+Independent of how parts work.  Invariant: it reads docstrings and models alone, so the page cannot
 say what the code does not.
 """
 

@@ -1,7 +1,7 @@
 """The buffer against the one of trinity-rft: durable writes, reads up to the tensors, waking up a
 reader, priority reads at scale.
 
-Knows `bench_race`'s two sides.  Invariant: what both sides wrote and read is compared before a
+Depends on `bench_race`'s two sides.  Invariant: what both sides wrote and read is compared before a
 ratio is told.
 """
 

@@ -1,8 +1,8 @@
 """What every benchmark shares: rounds in turn, the interval of a ratio, probes of the machine, the
 result.
 
-Knows no benchmark.  Invariant: both sides are measured in turn, in one process tree, and only a
-ratio with its interval is judged.
+Depends on no benchmark.  Invariant: both sides are measured in turn, in one process tree, and only
+a ratio with its interval is judged.
 """
 
 from __future__ import annotations

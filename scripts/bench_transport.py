@@ -5,7 +5,7 @@ phase.
     1] [--bucket-mb 64] [--overlap]
 
 One engine on the CPU; the trainer's side is this process, and the engine's workers are processes of
-their own.  Knows nothing of canaries and schedules.  The last line is JSON.
+their own.  Independent of canaries and schedules.  The last line is JSON.
 """
 
 from __future__ import annotations

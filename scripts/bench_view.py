@@ -1,7 +1,7 @@
 """`rft view` on a run of a million rollouts, and beside a run that goes on.
 
-Knows addresses of pages.  Invariant: the run is written through the buffer as every run is, and
-what a page shows is compared with `rft buffer query` before its time counts.
+Depends on addresses of pages.  Invariant: the run is written through the buffer as every run is,
+and what a page shows is compared with `rft buffer query` before its time counts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Write requirements-cpu.txt and requirements-vllm-cpu.txt from what is installed in the running
 environment.
 
-Knows the project's extras and the requirements that installed distributions state.  Invariant:
+Depends on the project's extras and the requirements that installed distributions state.  Invariant:
 every line is an exact version, and torch comes first, so that pip never chooses one by itself.
 """
 

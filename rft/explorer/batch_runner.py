@@ -134,8 +134,8 @@ class BatchRunner:
             if group.reason and group.reason not in self._reported:
                 self._reported.add(group.reason)
                 note = (
-                    f"group {group.id} cannot be trained, {group.detail}; all of its kind: `rft "
-                    f"buffer stats`, rollout/groups/rejected"
+                    f"group {group.id} cannot be trained: {group.detail}.  `rft buffer stats` and "
+                    f"rollout/groups/rejected count all such groups"
                 )
                 record = MetricRecord(
                     role="explorer", step=batch.number + 1, values={}, notes=(note,)

@@ -1,7 +1,7 @@
 """Metrics of one explore batch that reveal a collapsing policy or reward hacking: entropy, copies,
 length.
 
-Depends on the groups as played, on no history: `rft.monitor.alarms` judges changes.
+Depends on the groups before the operators, on no history: `rft.monitor.alarms` judges changes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Evaluation: play held-out tasks with their own sampling arguments, score and report them, and
+"""Evaluation: run held-out tasks with their own sampling arguments, score and report them, and
 never store them for training.
 
 A failed run has no score.  It is counted in eval/<taskset>/failed and left out of every mean, so a

@@ -1,4 +1,4 @@
-"""Models for `rft debug`, which plays one task.  One process, no Ray, no trainer, fixed weights.
+"""Models for `rft debug`, which runs one task.  One process, no Ray, no trainer, fixed weights.
 
 Auxiliary models start at their first call.  Invariant: `Models.close` closes all started models.
 """

@@ -76,9 +76,10 @@ class NcclConfig(Section):
 def _style(style: Style) -> Any:
     return safe_key(
         style,
-        "fixed: both sides count steps; explorer_driven: when the explorer asks; trainer_driven: "
-        "after every sync_interval steps, and neither side waits; fully_async: the same, with a "
-        "quota of tasks for each window.  max_staleness limits all of them.",
+        "fixed: after every sync_interval train steps, and both sides wait; explorer_driven: when "
+        "the explorer asks; trainer_driven: after every sync_interval train steps, and neither side "
+        "waits; fully_async: as trainer_driven, with a quota of tasks for each window.  "
+        "max_staleness limits all of them.",
     )
 
 
@@ -96,8 +97,8 @@ class SyncConfig(Section):
     )
     sync_interval: units.TrainSteps = safe_key(
         1,
-        "Train steps between two versions; explorer_driven: explore steps after which the explorer "
-        "asks for one.",
+        "Train steps between two versions; explorer_driven: explore steps between two requests of "
+        "the explorer.",
     )
     sync_timeout: units.Seconds = safe_key(3600.0, "How long one side waits for the other.")
     max_staleness: units.TrainStepsOr0 | None = safe_key(
@@ -117,9 +118,9 @@ class SyncConfig(Section):
     )
     canary_tolerance: float = safe_key(
         noise.MULTIPLE,
-        "bfloat16 and float16: how many times the model's own rounding noise the log-probs of "
-        "engines may be off the trainer's, on average over the canary's tokens; the largest may be "
-        "off by twice that multiple of the largest noise, or by 1 nat.",
+        "bfloat16 and float16: allowed mean difference between the log-probs of engines and trainer "
+        "over the canary's tokens, as a multiple of the model's own rounding noise; a single token "
+        "may differ by twice this multiple of the largest noise, and at least by 1 nat.",
         ge=1,
     )
     nccl: NcclConfig = section(NcclConfig, "The broadcast of sync_method nccl.")
@@ -161,13 +162,12 @@ class FullyAsyncSync(SyncConfig):
     sync_style: SyncStyle = _style("fully_async")
     require_batches: units.Batches = safe_key(
         1,
-        "Batches that must have arrived before the trainer takes the first of them; a divisor of "
-        "sync_interval.",
+        "Batches to wait for before the first of them is trained; must divide sync_interval.",
     )
     staleness_threshold: float | None = safe_key(
         None,
-        "Tasks started beyond one sync window, as a fraction of it; 0 = none, null = no quota.  "
-        "It limits how many, not how old.",
+        "Tasks that may start early, beyond one sync window, as a fraction of it; 0 = none, null = "
+        "no quota.  It limits their number, not their age.",
         ge=0,
     )
 
@@ -177,7 +177,7 @@ class FullyAsyncSync(SyncConfig):
             diagnostics.error(
                 f"{at}.require_batches",
                 f"{self.require_batches} must divide sync_interval {self.sync_interval}: weights "
-                f"move between two takes of the trainer",
+                f"are published only when all batches that were waited for are trained",
             )
 
 

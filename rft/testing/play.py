@@ -1,4 +1,4 @@
-"""Play one task with a workflow as the explorer does, and record every call: for tests and for `rft
+"""Run one task with a workflow as the explorer does, and record every call: for tests and for `rft
 debug`.
 
 Uses the production code (`rft.workflow.group`, rewards, records) and only observes it.  No torch,

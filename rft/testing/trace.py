@@ -1,4 +1,4 @@
-"""The result of a played task, and its text form: messages by role, tool calls, rewards by part,
+"""The result of a task that was run, and its text form: messages by role, tool calls, rewards by part,
 trained tokens.
 
 Depends on results only.

@@ -1,4 +1,4 @@
-"""Play all runs of one task and decide whether the group can be trained.  Depends on no buffer; the
+"""Perform all runs of one task and decide whether the group can be trained.  Depends on no buffer; the
 caller appends the rows.
 """
 

@@ -1,4 +1,4 @@
-"""Play unsafe workflows in child processes with limits: a class with `isolated = True`.
+"""Run unsafe workflows in child processes with limits: a class with `isolated = True`.
 
     @workflow("browses")
     class Browses(Workflow):

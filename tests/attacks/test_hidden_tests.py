@@ -68,6 +68,16 @@ LINKS = {
     "from below": "ln -s /usr/../tests/expected out",
     "a folder of links": "mkdir d; ln -s ../../tests d/t; ln -s d/t/expected out",
 }
+FLOODS = {
+    "prints without end": "yes",
+    "forks without end": "f() { f | f & }; f; sleep 60",
+    "never ends": "trap '' TERM INT HUP; while :; do sleep 1; done",
+    "fills the disk": "cat /dev/zero > large; cat /dev/zero > /tmp/large; true",
+    "makes files without end": "i=0; while :; do i=$((i+1)); : > $i; done",
+    "takes memory without end": "python3 -c 'x = [bytes(1 << 20) for _ in range(100000)]'",
+    "leaves pipes and deep folders": "mkfifo out a b; i=0; while [ $i -lt 300 ]; do i=$((i+1)); mkdir d; "
+    "cd d || break; done",
+}
 COMPARES = "#!/bin/sh\ncmp -s out /tests/expected\necho $((!$?)) > /logs/verifier/reward.txt\n"
 
 
@@ -83,10 +93,13 @@ async def _played(folder: Path, script: str) -> tuple[float, str]:
     """The reward of an agent that runs a script, and what it printed."""
     args = TerminalArgs(command=["true"])
 
-    def play(runtime: AgentRuntime) -> Executed:
-        return runtime.exec(["sh", "-c", script], timeout_s=LIMIT_S)
+    task = read_task(folder)
+    limit_s = task.table.agent.timeout_sec or LIMIT_S
 
-    attempt = Attempt(read_task(folder), args, play)
+    def play(runtime: AgentRuntime) -> Executed:
+        return runtime.exec(["sh", "-c", script], timeout_s=min(limit_s, LIMIT_S))
+
+    attempt = Attempt(task, args, play)
     score = await pool(args).use(attempt.judged)
     assert score.value is not None
     return score.value, attempt.info["agent_output"]
@@ -140,14 +153,34 @@ async def test_a_module_goes_for_the_tests_that_run_it(name: str) -> None:
 )
 @pytest.mark.parametrize("name", LINKS)
 async def test_a_link_does_not_lead_to_the_tests(name: str, tmp_path: Path) -> None:
+    _compares(tmp_path)
+    assert (await _played(tmp_path, "echo 42 > answer; ln -s answer out"))[0] == 1.0
+    assert (await _played(tmp_path, LINKS[name]))[0] == 0.0
+
+
+@attack(
+    "–",
+    "an agent that prints, forks, writes, takes memory or runs without end",
+    "ended at its limits and judged: reward 0, and 1 where it had answered before",
+)
+@pytest.mark.e2e
+@pytest.mark.parametrize("name", FLOODS)
+async def test_a_flood_ends_at_its_limits(name: str, tmp_path: Path) -> None:
+    _compares(
+        tmp_path, "[agent]\ntimeout_sec = 1.5\n[environment]\nmemory_mb = 256\nstorage_mb = 32\n"
+    )
+    assert (await _played(tmp_path, FLOODS[name]))[0] == 0.0
+    assert (await _played(tmp_path, f"echo 42 > out; mkdir x; cd x; {FLOODS[name]}"))[0] == 1.0
+
+
+def _compares(folder: Path, table: str = "") -> None:
+    """Make a task whose tests compare `out` with what they expect."""
     for path, text in {
         "instruction.md": "Write the answer into out.",
-        "task.toml": "",
+        "task.toml": table,
         "environment/Dockerfile": "FROM x\nWORKDIR /app\n",
         "tests/test.sh": COMPARES,
         "tests/expected": "42\n",
     }.items():
-        (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).write_text(text)
-    assert (await _played(tmp_path, "echo 42 > answer; ln -s answer out"))[0] == 1.0
-    assert (await _played(tmp_path, LINKS[name]))[0] == 0.0
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(text)

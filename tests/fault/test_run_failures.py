@@ -201,7 +201,7 @@ def test_groups_that_nobody_can_score_end_the_run_and_say_so(
     assert done.code == 4 and "10 groups in a row got no reward, so the run stops" in done.output, (
         done.output
     )
-    assert "group 0001.00.00000000.000000 cannot be trained, unscored; " in done.output
+    assert "group 0001.00.00000000.000000 cannot be trained: unscored.  " in done.output
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@
             ...
             yield Adapted(engine, tiny_model, tmp_path, modules)
 
-Needs pytest with asyncio_mode=auto.  Knows engines only through `rft.types.ports.Engine`; what is
-right is said by transformers, with the product of the two matrices added to the weights.  One
+Needs pytest with asyncio_mode=auto.  Depends on engines only through `rft.types.ports.Engine`; what
+is right is said by transformers, with the product of the two matrices added to the weights.  One
 engine may serve all tests.
 """
 

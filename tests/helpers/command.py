@@ -2,7 +2,7 @@
 tests.
 
 Importing torch costs a process more than a tiny run does, so tests that need no process of their
-own share theirs. Knows nothing of the commands.  Not for Ctrl-C: the program ends its process then.
+own share theirs. Independent of the commands.  Not for Ctrl-C: the program ends its process then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tiny random models of many families, to prove that the trainer computes each of them as
 transformers does.
 
-Each has two to four layers of every type that its family mixes; nothing is downloaded.  Knows
+Each has two to four layers of every type that its family mixes; nothing is downloaded.  Depends on
 transformers' configurations only. Invariant: the same family and seed write the same weights.
 """
 

@@ -1,5 +1,5 @@
-"""A trainer's ranks as processes, for tests.  Knows no trainer.  Invariant: when `run` returns or
-raises, none of them is left.
+"""A trainer's ranks as processes, for tests.  Depends on no trainer.  Invariant: when `run` returns
+or raises, none of them is left.
 """
 
 from __future__ import annotations

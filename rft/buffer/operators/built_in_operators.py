@@ -1,7 +1,7 @@
 """Built-in operators: filter rows by reward, group, length or similarity, change rewards, or report
 them.
 
-They know only their group.  Dropped rows are stored as `explained: filtered` and still count in the
+Each depends only on its group.  Dropped rows are stored as `explained: filtered` and still count in the
 group's statistics.
 """
 

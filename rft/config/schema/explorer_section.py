@@ -1,4 +1,4 @@
-"""Section `explorer`: who plays the tasks, with which engines, how long a run may take."""
+"""Section `explorer`: who runs the tasks, with which engines, how long a run may take."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def _supervisor(
         if level == "namespaces" and order["programs"]:
             namespaces.private_root(readable, order["file_mb"])
         elif level == "namespaces":
-            namespaces.private_tmp(order["file_mb"])
+            namespaces.private_tmp(readable, order["file_mb"])
         supervisor_pid = os.getpid()
         pid = os.fork()
         if pid == 0:

@@ -77,7 +77,12 @@ def swap_root(new: str, old: str) -> None:
         "pivot_root",
     )
     os.chdir("/")
-    _check(_libc.umount2(old.encode(), _MNT_DETACH), "unmount of the old root")
+    unmount(old)
+
+
+def unmount(target: str) -> None:
+    """Detach a mount with the mounts below it."""
+    _check(_libc.umount2(target.encode(), _MNT_DETACH), f"unmount of {target}")
 
 
 def join(namespace: int) -> None:

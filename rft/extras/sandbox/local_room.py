@@ -74,7 +74,7 @@ def _enter(setup: dict[str, Any]) -> socket.socket | None:
     kernel.raise_loopback()
     listener = socket.create_server(("127.0.0.1", setup["port"])) if setup["port"] else None
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
-    options = f"size={setup['disk_mb']}m,nr_inodes=65536,mode=755"
+    options = f"size={setup['disk_mb']}m,nr_inodes={64 * setup['disk_mb']},mode=755"
     for folder in setup["shown"]:
         os.listdir(folder)  # an error names it
     root = namespaces.build_root((*_PROGRAMS, *setup["shown"]), options, "/sys")

@@ -1,7 +1,7 @@
 """File system, network and process space of a program, by Linux namespaces.
 
-Inside are Python with its libraries (read-only), four devices, and for each program a private,
-empty /tmp in memory.  No network, no /proc, no other process.
+Inside are Python with its libraries (read-only), four devices, and for each program a private
+/tmp in memory.  No network, no /proc, no other process.
 Invariant: a failing step raises OSError; nothing runs half protected.
 """
 
@@ -18,6 +18,7 @@ from rft.extras.sandbox import kernel
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo")
+_PLACE = "/proc"  # where a new root or /tmp is put together; every root has it
 _OUTSIDE_ID = 65534
 
 
@@ -50,11 +51,21 @@ def enter(sites: Sequence[str]) -> None:
     kernel.restrict_mount("/", kernel.RDONLY | kernel.NOSUID, recursive=False)
 
 
-def private_tmp(megabytes: int) -> None:
-    """Give the next program a private, empty /tmp and process space."""
+def private_tmp(sites: Sequence[str], megabytes: int) -> None:
+    """Give the next program a private /tmp, with those `sites` that are below it alone, and a
+    process space.
+    """
     kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS)
     options = f"size={megabytes}m,nr_inodes=4096,mode=1777"
-    kernel.mount("sandbox", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+    kernel.mount("sandbox", _PLACE, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+    inside = Path(_PLACE, "tmp")
+    inside.mkdir()
+    inside.chmod(0o1777)
+    for folder in readable(sites):
+        if Path(folder).is_relative_to("/tmp"):
+            _show(Path(_PLACE), folder)
+    kernel.mount(str(inside), "/tmp", "", kernel.MS_BIND | kernel.MS_REC)
+    kernel.unmount(_PLACE)
 
 
 def private_root(sites: Sequence[str], megabytes: int) -> None:
@@ -80,7 +91,7 @@ def _swap_root(folders: Sequence[str], options: str) -> None:
     Path("/old").rmdir()
 
 
-def build_root(folders: Sequence[str], options: str, place: str = "/tmp") -> str:
+def build_root(folders: Sequence[str], options: str, place: str = _PLACE) -> str:
     """Mount a new root in memory with `folders` and devices; return its place.
 
     Folders below `place`, which exists, cannot be among them.

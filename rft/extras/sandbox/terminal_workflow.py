@@ -188,7 +188,9 @@ class Attempt:
         self.info["agent_exit"] = "timeout" if done.code is None else done.code
         if done.code in _CANNOT_START:
             raise AgentFailed(f"the agent cannot be started: {_tail(done)}")
-        return self._tested(self._carried(lease, runtime, spec))
+        # room for the tests beside a full disk
+        limits = replace(spec.limits, disk_mb=2 * spec.limits.disk_mb)
+        return self._tested(self._carried(lease, runtime, replace(spec, limits=limits)))
 
     def _spec(self) -> RuntimeSpec:
         table = self._task.table.environment

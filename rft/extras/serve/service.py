@@ -4,7 +4,7 @@ batches, the trainer takes them.
     client ── calls, rewards ──> gateway ──> book (stored before answered) ──> closed groups ──>
     explore batches ──> buffer
 
-To the run it is an explorer: it joins, is assigned batches, appends and closes them.  It plays no
+To the run it is an explorer: it joins, is assigned batches, appends and closes them.  It runs no
 task by itself. Invariant: a session becomes rows of one group in the transaction that ends its
 waiting, and of this attempt's weights only under verified ones.
 """

@@ -1,7 +1,7 @@
 """Count stale and partial trajectories and idle time between two published versions, in the terms
 of asynchronous training.
 
-Depends on experiences and versions alone.  Invariant: a trajectory counts by the versions that
+Depends on experiences and versions alone.  Invariant: a trajectory belongs to the versions that
 wrote it, whatever the style of the schedule. veRL's fully asynchronous recipe is the source of the
 names; its names and ours carry the same values.
 """

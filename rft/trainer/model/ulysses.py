@@ -2,7 +2,7 @@
 positions around attention (Ulysses, arXiv:2309.14509).
 
 Every rank of a group gets the same micro-batch and computes an equal slice of its packed positions.
-Around attention, heads are dealt out and positions gathered, so each rank attends over all
+Around attention, heads are distributed and positions gathered, so each rank attends over all
 positions with its share of the heads, and prefix trees work as on one rank.  Log-probs are gathered
 at the end: every rank gets those of all tokens and computes the same loss, and receives the
 gradient of its own tokens. Depends on layouts and process groups, not on losses. Invariant:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -356,6 +357,34 @@ def sandbox() -> Iterator[Sandbox]:
         pytest.skip(str(e))
     yield made
     made.close()
+
+
+def test_packages_below_tmp_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """G9: a virtual environment below /tmp was hidden by the private /tmp, and the program wrong."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as venv:
+        site = Path(venv, "lib", "site-packages")
+        site.mkdir(parents=True)
+        (site / "greeting.py").write_text("TEXT = 'hello'")
+        (Path(venv) / "secret").touch()
+        monkeypatch.syspath_prepend(site)
+        made = Sandbox(level="namespaces", size=1)
+        try:
+            made.level()
+        except SandboxUnavailable as e:
+            pytest.skip(str(e))
+        seen = f"greeting.TEXT, os.listdir({venv!r}), os.listdir('/proc')"
+        program = f"import greeting, os\nopen('/tmp/own', 'w').close()\nprint({seen})"
+        writes = f"open({str(site / 'greeting.py')!r}, 'a')"
+        other = "import os; print('own' in os.listdir('/tmp'))"
+
+        async def play() -> list[jobs.Ran]:
+            return [await made.run(text, LIMITS) for text in (program, writes, other)]
+
+        imports, appends, again = asyncio.run(play())
+        made.close()
+    assert imports.output == b"hello ['lib'] []\n", imports.detail
+    assert appends.reason == "error"
+    assert again.output == b"False\n"
 
 
 async def test_many_at_once(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import yaml
 
 from rft.engine.scripted import ScriptedEngine
 from rft.extras.sandbox.harbor_tasks import harbor_tasks, read_reward, read_task
+from rft.extras.sandbox.image import built_from
 from rft.extras.sandbox.local_runtime import MachineDriver
 from rft.extras.sandbox.processes import SandboxUnavailable
 from rft.extras.sandbox.terminal_workflow import TerminalArgs, solved
@@ -93,8 +94,12 @@ async def test_containers_judge_the_same(
     await asyncio.to_thread(subprocess.run, [*engine, "tag", image, FROM], check=True)
     args = TerminalArgs(command=["true"], sandbox="container")
     folder = EXAMPLE / "tasks" / name
-    assert (await solved(folder, args)).value == 1.0
-    assert (await solved(folder, args, empty=True)).value == 0.0
+    try:
+        assert (await solved(folder, args)).value == 1.0
+        assert (await solved(folder, args, empty=True)).value == 0.0
+    finally:
+        image = built_from(folder / "environment")
+        await asyncio.to_thread(subprocess.run, [*engine, "rmi", "--force", image], check=True)
 
 
 def _example_args() -> dict[str, Any]:
@@ -103,33 +108,34 @@ def _example_args() -> dict[str, Any]:
     return args
 
 
-async def test_the_agent_of_the_example_plays_inside() -> None:
-    (row,) = [
-        r
-        for r in harbor_tasks(split="train", folder=str(EXAMPLE / "tasks"))
-        if r["name"] == "copy-word"
-    ]
-    engine = ScriptedEngine(
+@pytest.mark.parametrize("sandbox", ["local", pytest.param("container", marks=pytest.mark.e2e)])
+async def test_the_agent_of_the_example_plays_inside(
+    sandbox: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _task(tmp_path, **{"environment/app/word.txt": "yes\n"})
+    args = {**_example_args(), "sandbox": sandbox}
+    docker = "FROM x\nWORKDIR /app\nCOPY app/word.txt .\n"
+    if sandbox == "container":
+        engine = containers.command(monkeypatch)
+        docker = docker.replace("x", containers.image(engine, tmp_path), 1)
+    (folder / "environment/Dockerfile").write_text(docker)
+    (row,) = harbor_tasks(split="train", folder=str(tmp_path))
+    model = ScriptedEngine(
         "First a look.\n```sh\ncat word.txt; ls /tests /solution\n```",
-        "```sh\ncp word.txt answer.txt\n```",
+        "```sh\ncp word.txt a\n```",
         "It is done.",
     )
     result = await run_workflow_async(
-        "terminal_workflow", row, engine, workflow_args=_example_args(), timeout_s=120.0
+        "terminal_workflow", row, model, workflow_args=args, timeout_s=300.0
     )
     assert result.rewards == [1.0], result
-    assert len(engine.calls) == 3
-    shown = engine.calls[1].messages[-1]["content"]
-    assert "lantern" in shown
-    assert "cannot access '/tests'" in shown and "cannot access '/solution'" in shown
-    idle = await run_workflow_async(
-        "terminal_workflow",
-        row,
-        ScriptedEngine("Nothing."),
-        workflow_args=_example_args(),
-        timeout_s=120.0,
-    )
-    assert idle.rewards == [0.0]
+    assert len(model.calls) == 3
+    shown = model.calls[1].messages[-1]["content"]
+    assert shown.startswith("yes\n")
+    assert "/tests'" in shown and "/solution'" in shown  # they are not there
+    if sandbox == "container":
+        image = built_from(folder / "environment")
+        await asyncio.to_thread(subprocess.run, [*engine, "rmi", "--force", image], check=True)
 
 
 async def test_an_agent_that_cannot_start_fails_the_run(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ async def test_groups_without_a_reward_are_told_once_and_trip_the_breaker(world)
     with pytest.raises(RunFailed, match="3 groups in a row got no reward, so the run stops"):
         await world.explorer(tasksets=tasksets, breaker=3, batch_size=1).run()
     (note,) = [n for r in world.sink.records for n in r.notes]
-    assert note.startswith("group 0001.00.00000000.000000 cannot be trained, unscored")
+    assert note.startswith("group 0001.00.00000000.000000 cannot be trained: unscored")
 
 
 @workflow("test_raises_always")

@@ -1,4 +1,4 @@
-"""The classes that workflow and reward files of Trinity-RFT 0.6 import, played by `rft`.
+"""The classes that workflow and reward files of Trinity-RFT 0.6 import, run by `rft`.
 
     sed -E -i 's/from (trinity|verl)\\.[a-z0-9_.]+ import/from rft.extras.migrate.compat import/'
     my_workflow.py

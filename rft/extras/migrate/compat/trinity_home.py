@@ -1,4 +1,4 @@
-"""Where a workflow of Trinity-RFT's shape is played: a thread of its own, from which it asks the
+"""Where a workflow of Trinity-RFT's shape runs: a thread of its own, from which it asks the
 explorer's event loop.
 
 Depends on contexts and models, on no experience.  Invariant: after its run a workflow gets no more

@@ -1,4 +1,4 @@
-"""Plays a workflow class of Trinity-RFT's shape as one of ours, and finds the recorded calls behind
+"""Runs a workflow class of Trinity-RFT's shape as one of ours, and finds the recorded calls behind
 what it returns.
 
 Independent of engines.  Invariant: an experience becomes a row only if its tokens are those of
