@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -60,7 +60,7 @@ class PlayedRun:
     reward_s: float
     attempts: int
     ended: Ended = ""
-    images: Mapping[str, bytes] = NO_IMAGES  # files that its calls show, by name
+    images: Mapping[str, bytes] = field(default_factory=dict)  # files that its calls show, by name
 
     @property
     def failed(self) -> bool:
