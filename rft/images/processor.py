@@ -123,11 +123,12 @@ class ImageProcessor:
         args: Mapping[str, Any] = _NO_ARGS,
         trust_remote_code: bool = False,
     ) -> Self | None:
-        """Load the processor of a model's folder; None if the model reads no images, or is of a
-        family that is not offered with images.
+        """Load the processor of a model's folder; None if the folder has none, or is of a family
+        that is not offered with images.
         """
         file = Path(folder) / "config.json"
-        if not file.is_file():
+        described = ("preprocessor_config.json", "processor_config.json")
+        if not file.is_file() or not any((file.parent / x).is_file() for x in described):
             return None
         config = json.loads(file.read_text(encoding="utf-8"))
         family = FAMILIES.get(config.get("model_type", ""))
