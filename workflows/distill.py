@@ -7,9 +7,15 @@ explorer_input: {taskset: {default_workflow_type: on_policy_distill_workflow, wo
 {teacher: teacher}}}
 """
 
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from rft import RunContext, Score, Task, Transcript, Workflow, register
+from rft.types.completion import Turn
+from rft.types.ports import GenerateRequest
 
 MATH = "Solve the problem step by step. Put the final result inside \\boxed{}."
 
@@ -47,15 +53,20 @@ class OnPolicyDistill(Workflow):
         self.system_prompt = system_prompt
 
     async def run(self, task: Task, ctx: RunContext) -> Transcript:
+        await ctx.chat(self._messages(task))
+        if not task.is_eval:
+            await ctx.teach(self._name(ctx))
+        return ctx.transcript(score=self._unread(task))
+
+    def _messages(self, task: Task) -> list[dict[str, Any]]:
         messages = task.chat()
         if self.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        await ctx.chat(messages)
-        if not task.is_eval:
-            await ctx.teach(self._name(ctx))
-        return ctx.transcript(
-            score=Score(value=0.0) if (task.reward or self.usual_reward) is None else None
-        )
+        return messages
+
+    def _unread(self, task: Task) -> Score | None:
+        """Return a score where the taskset names no reward, which distillation does not read."""
+        return Score(value=0.0) if (task.reward or self.usual_reward) is None else None
 
     def _name(self, ctx: RunContext) -> str:
         if self.teacher is not None:
@@ -66,6 +77,65 @@ class OnPolicyDistill(Workflow):
                 "explorer.auxiliary_models"
             )
         return next(iter(ctx.models))
+
+
+class MixedArgs(DistillArgs):
+    """Who teaches, and how many answers the policy writes itself."""
+
+    on_policy: float = Field(
+        0.5, ge=0, le=1, description="share of the answers that the policy writes (lambda)"
+    )
+
+
+@register.workflow("gkd_workflow", args=MixedArgs)
+class Mixed(OnPolicyDistill):
+    """As on_policy_distill_workflow, but the teacher writes a share of the answers, which are then
+    rows of an expert (arXiv:2306.13649, with a draw for each run instead of each batch).
+
+    The policy renders the prompt of all answers.
+    """
+
+    def __init__(
+        self,
+        teacher: str | None = None,
+        system_prompt: str | None = None,
+        on_policy: float = 0.5,
+    ) -> None:
+        super().__init__(teacher, system_prompt)
+        self.on_policy = on_policy
+
+    async def run(self, task: Task, ctx: RunContext) -> Transcript:
+        if task.is_eval:
+            return await super().run(task, ctx)
+        if self._drawn(ctx.request_id) < self.on_policy:
+            own = await super().run(task, ctx)
+            return msgspec.structs.replace(own, metrics={"written_by_teacher": 0.0})
+        name = self._name(ctx)
+        request = ctx.request(self._messages(task))
+        (shown,) = await ctx.policy.generate(_short(request))
+        prompt = tuple(map(int, shown.prompt_tokens))
+        (answer,) = await ctx.model(name).generate(
+            msgspec.structs.replace(request, messages=(), prompt_tokens=prompt)
+        )
+        ctx.record(Turn(messages=request.messages, tools=request.tools, completion=answer))
+        await ctx.teach(name)
+        return ctx.transcript(
+            score=self._unread(task), metrics={"written_by_teacher": 1.0}, expert=True
+        )
+
+    @staticmethod
+    def _drawn(request_id: str) -> float:
+        """Return a number in [0, 1) that the run's place decides, so that a resumed run draws it
+        again.
+        """
+        place = request_id.partition(".")[2]  # without the lineage
+        return int.from_bytes(blake2b(place.encode(), digest_size=8).digest(), "big") / 2**64
+
+
+def _short(request: GenerateRequest) -> GenerateRequest:
+    """Return the request of one token, of which only the prompt's tokens are read."""
+    sampling = msgspec.structs.replace(request.sampling, max_tokens=1, min_tokens=0)
+    return msgspec.structs.replace(request, sampling=sampling, request_id=f"{request.request_id}-p")
 
 
 @register.workflow("on_policy_distill_math_workflow", args=DistillArgs)

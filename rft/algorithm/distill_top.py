@@ -9,13 +9,14 @@ agree.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from rft.algorithm import ratio as ratios
 from rft.algorithm.aggregate import valid
-from rft.algorithm.args import Args
+from rft.algorithm.args import Args, Sampled
 from rft.algorithm.base import LossInputs, LossOutput, define_algorithm, policy_loss
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ Divergence = Literal["forward", "reverse", "jsd", "skew_forward", "skew_reverse"
 class DistillTopArgs(Args):
     """Divergence over the teacher's most likely tokens."""
 
+    samples: ClassVar[Sampled] = "own"
     reads: ClassVar[str] = "the teacher's most likely tokens at every token (teacher_top_ids)"
 
     k: int = Field(20, ge=1, description="most likely tokens of the teacher at each position")
@@ -69,13 +71,16 @@ def distill_top(x: LossInputs, args: DistillTopArgs) -> LossOutput:
         skew_reverse:   s log(s / (b s + (1 - b) t))
 
     each at most `clip`, beyond which it has no gradient; times sg(min(ratio, importance_clip)),
-    ratio = exp(clip(logprob - old, -20, 20)).  The teacher's float16 values are normalised.  jsd:
+    ratio = exp(clip(logprob - old, -20, 20)), 1 in an expert's rows.  The teacher's float16 values are normalised.  jsd:
     arXiv:2306.13649; skew: arXiv:2402.03898 with alpha = beta.  Metrics, as means over valid
     tokens: distill_divergence (before clipping and weights), teacher_top_mass (of the k tokens),
     distill_clipfrac (tokens with a class that is clipped), those of `ratio_metrics`.
 
     Example: t = (0.7, 0.2, 0.1), s = (0.5, 0.3, 0.2): forward 0.0851, reverse 0.0920 nats.
     """
+    if x.is_expert is not None:  # which no policy sampled
+        old = x.old_logprobs.where(~x.is_expert, x.logprobs.detach())
+        x = replace(x, old_logprobs=old)
     if x.top_logprobs is None or x.teacher_top_logprobs is None:
         raise ValueError(
             "distill_top reads the teacher's most likely tokens; use a workflow that calls "
@@ -123,6 +128,7 @@ def _mixture(p: torch.Tensor, q: torch.Tensor, weight: float) -> torch.Tensor:
 
 for _name, _doc, _divergence, _runs in (
     ("opd_topk", "A teacher's most likely tokens as the target.", "reverse", 8),
+    ("gkd", "The same on answers of the policy and of the teacher (arXiv:2306.13649).", "jsd", 1),
     ("opsd", "The policy, told the gold answer, teaches itself (arXiv:2601.18734).", "forward", 1),
     ("sdft", "The policy, told a worked example, teaches itself (arXiv:2601.19897).", "reverse", 1),
     ("sdpo", "The policy, told what was wrong, teaches itself (arXiv:2601.20802).", "jsd", 8),

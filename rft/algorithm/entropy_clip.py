@@ -1,4 +1,4 @@
-"""GRPO without those tokens of bad answers that would take most of the entropy away (Clip_B and
+"""GRPO without those tokens of negative advantage that would take most entropy away (Clip_B and
 Clip_V, arXiv:2602.03392).
 
 With p the probability of the sampled token and H the entropy of its distribution, raising the
@@ -22,7 +22,7 @@ _NO_SPREAD = 1e-12  # a standard deviation below this is a rounding error: nothi
 
 
 class ClipBArgs(Args):
-    """GRPO without those tokens of bad answers that would lower the entropy most, judged from the
+    """GRPO without those tokens of negative advantage that would lower the entropy most, judged from the
     batch (arXiv:2602.03392).
     """
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from sqlalchemy import Boolean, Float, Integer
@@ -38,6 +39,9 @@ PAYLOAD = pa.schema(
         ("advantages", pa.list_(pa.float32())),
         ("token_rewards", pa.list_(pa.float32())),
         ("teacher_logprobs", pa.list_(pa.float32())),
+        ("teacher_top_ids", pa.list_(pa.list_(pa.int32()))),
+        ("teacher_top_logprobs", pa.list_(pa.list_(pa.float32()))),
+        ("teacher_spans", pa.list_(SPAN)),
         ("version_spans", pa.list_(SPAN)),
         ("messages", pa.string()),
         ("tools", pa.string()),
@@ -164,14 +168,27 @@ def unpacked(x: Experience, trainer: TrainerTokens | None) -> dict[str, Any]:
         "advantages": None if trainer is None else trainer.advantages,
         "token_rewards": x.token_rewards,
         "teacher_logprobs": x.teacher_logprobs,
-        "version_spans": [
-            {"version": str(s.version), "start": s.start, "end": s.end} for s in x.version_spans
-        ],
+        "teacher_top_ids": _lists(x.teacher_top_ids),
+        "teacher_top_logprobs": _lists(x.teacher_top_logprobs),
+        **{
+            name: [
+                {"version": str(s.version), "start": s.start, "end": s.end}
+                for s in getattr(x, name)
+            ]
+            for name in ("teacher_spans", "version_spans")
+        },
         **{
             name: msgspec.json.encode(getattr(x, name)).decode()
             for name in ("messages", "tools", "metrics", "info")
         },
     }
+
+
+def _lists(values: np.ndarray | None) -> list[np.ndarray] | None:
+    """Return the rows of [R, k], in float32 where they are numbers of a shorter type."""
+    if values is None:
+        return None
+    return list(values.astype(np.float32) if values.dtype == np.float16 else values)
 
 
 @contextmanager

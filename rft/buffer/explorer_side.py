@@ -85,7 +85,7 @@ class ExplorerSide(BufferCore):
         sessions: tuple[str, ...] = (),
         explorer: int = 0,
     ) -> AppendResult:
-        """Store one group; an accepted group waits for room.
+        """Store one group; an accepted one waits while the buffer is full.
 
         Raises IdConflict, Fenced, FrameRejected (counted by reason).
         """

@@ -104,7 +104,7 @@ experiences = _table(
     Column("newest_lineage", Integer),
     Column("newest_step", Integer),
     Column("reward", Float),
-    # run | step: scope of the reward, see rft.types.credit
+    # what the reward is of: the whole run, or the row's own calls (step)
     Column("credit", Text, nullable=False, server_default="run"),
     _all(Text, "reward_parts"),  # JSON
     _all(Integer, "num_tokens", "num_response_tokens"),

@@ -135,7 +135,7 @@ class TrainerSide(BufferCore):
     async def _leased_rows(
         self, lineage: int, step: int, choice: Selection
     ) -> tuple[bytes, tuple[GroupStats, ...]]:
-        """Read the chosen and then the mixed-in rows as one frame; freeze the groups' statistics."""
+        """Return the chosen and the mixed-in offline rows as one frame; fix the groups' statistics."""
 
         def work(tx: Connection) -> tuple[bytes, dict[str, list[ScoredRow]]]:
             chosen, scored = lease_rows(tx, self._ledger, step, choice)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rft.buffer.base import Audit
     from rft.buffer.query import Order, Questions
 
-buffer = typer.Typer(no_args_is_help=True, help="Look into a run's experience buffer.")
+buffer = typer.Typer(no_args_is_help=True, help="Query, sample or audit the experiences of a run.")
 Run = Annotated[Path | None, typer.Argument(help="folder of the run", show_default=False)]
 Config = Annotated[
     Path | None,

@@ -118,6 +118,11 @@ class Plan:
         return self.mode not in ("explore", "bench") and not self.joins
 
     @property
+    def averaged(self) -> int | None:
+        """Place of the auxiliary model that serves a moving average of the policy."""
+        return next((i for i, m in enumerate(self.auxiliary) if m.decay is not None), None)
+
+    @property
     def staleness_bound(self) -> int | None:
         """Train steps by which an experience can at most be behind; None = no bound (replay without
         max_staleness, for example).

@@ -288,11 +288,12 @@ def _of_the_loss(settings: AlgorithmSettings, p: Context) -> None:
             "policy itself, and the slope of the penalty at 0 is the sign of a rounding error; "
             "write bypass_old_logprobs: true"
         )
-    if model.samples == "all" and settings.sample_strategy == "mix":
-        fit = ", ".join(other for other, m in losses().items() if m.samples == "own")
+    if settings.sample_strategy == "mix" and (model.samples == "all" or teacher_top(settings)):
+        fit = ", ".join(n for n, m in losses().items() if m.samples == "own" and n != "distill_top")
         p.error(
             "algorithm.policy_loss_fn",
-            f"{name} reads log-probs of the policy that sampled, which the expert's rows of "
+            f"{name} reads log-probs of the policy that sampled, or a teacher's, which the "
+            f"expert's rows of "
             f"sample_strategy mix do not have; use {fit}",
         )
     # which reads them as well

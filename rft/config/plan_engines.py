@@ -13,7 +13,7 @@ from rft.config.context import Context, filled
 from rft.config.engine_rules import check_engine
 from rft.config.hints import value_hint
 from rft.config.plan_trainer import overrides
-from rft.config.roles import joins
+from rft.config.roles import apart, explores, joins, trains
 from rft.config.schema.explorer_section import AuxiliaryModelConfig, ServedModelConfig
 from rft.config.schema.root import RunConfig
 from rft.engine.settings import (
@@ -233,9 +233,10 @@ def auxiliary_gpus(ctx: Context, i: int, total: int, per_node: int) -> list[int]
 
 def auxiliary(
     ctx: Context, max_model_len: int, total: int, top_logprobs: int
-) -> tuple[AuxiliarySettings, ...]:
-    """Every auxiliary model once, in the order of the list.  `max_model_len` is the policy's;
-    `total`: GPUs of the cluster; `top_logprobs`: most likely tokens that the algorithm reads.
+) -> tuple[tuple[AuxiliarySettings, ...], float | None]:
+    """Every auxiliary model once, in the order of the list, and the decay of the moving average that
+    the trainer keeps for one of them, or None.  `max_model_len` is the policy's; `total`: GPUs of
+    the cluster; `top_logprobs`: most likely tokens that the algorithm reads.
     """
     models = ctx.config.explorer.auxiliary_models
     taken: dict[str, int] = {}
@@ -252,12 +253,43 @@ def auxiliary(
                 f"{SELF} is the policy's name as its own teacher; choose another",
             )
         names.setdefault(_without_name(model), {})[name] = None
-    return tuple(
+    started = tuple(
         _auxiliary(
             ctx, i, tuple(names[_without_name(models[i])]), max_model_len, total, top_logprobs
         )
         for i in distinct(ctx.config)
     )
+    return started, _average_decay(ctx, started)
+
+
+def _average_decay(ctx: Context, models: tuple[AuxiliarySettings, ...]) -> float | None:
+    """Return the decay of the moving average that the trainer keeps; None: it keeps none."""
+    decays = {m.decay for m in models if m.decay is not None}
+    if len(decays) > 1:
+        ctx.error(
+            "explorer.auxiliary_models",
+            f"serve moving averages of {', '.join(f'{d:g}' for d in sorted(decays))}; the trainer "
+            f"keeps one",
+        )
+    return min(decays, default=None)
+
+
+def _decay(ctx: Context, model: AuxiliaryModelConfig, key: str) -> float | None:
+    """Return the decay of the moving average that a model serves; None: its weights are fixed."""
+    if model.moving_average is None or not explores(ctx.config.mode):
+        return None
+    reason = ""
+    if apart(ctx.config):
+        reason = "is kept by the trainer of the same command; write mode: both"
+    elif model.model_path != ctx.config.model.model_path:
+        reason = "is of the policy's weights; write model_path: ${model.model_path}"
+    elif ctx.config.model.lora_configs:
+        reason = "is of the whole model, and model.lora_configs trains an adapter; leave one out"
+    elif model.task == "score" or model.engine_type not in ("vllm", "transformers"):
+        reason = "is served by engine_type vllm or transformers with task: generate"
+    if reason:
+        ctx.error(f"{key}.moving_average", reason, given=model.moving_average)
+    return model.moving_average if trains(ctx.config) else None
 
 
 def _auxiliary(
@@ -281,11 +313,8 @@ def _auxiliary(
     device = ("cuda" if total else "cpu") if model.device == "auto" else model.device
     length = model.max_model_len or max_model_len
     shared = _shared(ctx, model, key, device, length)
-    trusted = (
-        ctx.config.model.trust_remote_code
-        if model.trust_remote_code is None
-        else model.trust_remote_code
-    )
+    policys = ctx.config.model.trust_remote_code
+    trusted = policys if model.trust_remote_code is None else model.trust_remote_code
     if model.task == "score" and (model.tool_call_parser or model.reasoning_parser):
         ctx.error(
             f"{key}.task",
@@ -295,12 +324,13 @@ def _auxiliary(
         ctx.error(
             f"{key}.task", "score: the scripted engine writes texts; use vllm or transformers"
         )
-    if trusted and not ctx.config.model.trust_remote_code:
+    if trusted and not policys:
         ctx.warn(
             f"{key}.trust_remote_code: Python code from the model's folder will run with your "
             f"rights"
         )
     seed = ctx.config.seed if model.seed is None else model.seed
+    decay = _decay(ctx, model, key)
     template = model.chat_template
     engines = tuple(
         filled(
@@ -321,12 +351,14 @@ def _auxiliary(
             else ctx.find(template),
             chat_template_kwargs=_thinking(model.enable_thinking),
             request_timeout_s=model.request_timeout,
-            fixed_weights=True,
+            fixed_weights=decay is None,
             top_logprobs=top_logprobs,
         )
         for j, first in enumerate(_first_cores(ctx, model, key, device, shared["cpu_threads"]))
     )
-    return AuxiliarySettings(names=names, engines=engines, max_concurrent=model.max_concurrent)
+    return AuxiliarySettings(
+        names=names, engines=engines, max_concurrent=model.max_concurrent, decay=decay
+    )
 
 
 def _engine_name(name: str, number: int) -> str:

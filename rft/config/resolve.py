@@ -116,7 +116,8 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
     learner = plan_trainer.learner(
         ctx, algorithm, lengths, trainer_device, world_size, work.train_steps
     )
-    learner = replace(learner, chat_template=engines[0].chat_template)
+    auxiliary, decay = plan_engines.auxiliary(ctx, lengths[0], cluster.gpus, top)
+    learner = replace(learner, chat_template=engines[0].chat_template, average_decay=decay)
     engines, learner = devices.in_turns(
         ctx, *lora_plan.published(ctx, engines, learner), shared=cluster.shared
     )
@@ -125,7 +126,6 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
     )
     plan_trainer.deterministic(ctx, work.train)
     schedule = plan_schedule.schedule(ctx, work.counted, work.rows)
-    sync_runtime = plan_schedule.sync_runtime(ctx, engines, learner, work.counted)
     cross_rules.memory_transport_needs_one_node(ctx)
     _unread_buffers(ctx, work)
     return filled(
@@ -136,14 +136,14 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
         explorer=_explorer(ctx, work, algorithm, schedule),
         serve=plan_serve.serve(ctx, work.counted),
         engines=engines,
-        auxiliary=plan_engines.auxiliary(ctx, lengths[0], cluster.gpus, top),
+        auxiliary=auxiliary,
         buffer=_buffer(ctx, work),
         mix=work.expert[0] if work.expert else None,
         expert=work.expert[1] if work.expert else None,
         learner=learner,
         trainer=_trainer(ctx, work, trainer_device),
         sync=ctx.config.synchronizer,
-        sync_runtime=sync_runtime,
+        sync_runtime=plan_schedule.sync_runtime(ctx, engines, learner, work.counted),
         schedule=schedule,
         monitor=plan_explorer.monitor(ctx),
         tracked_run=_tracked_run(ctx),

@@ -25,6 +25,7 @@ import xxhash
 from rft.engine.admission import Draining
 from rft.errors import EngineFailed, EngineStalled
 from rft.types.completion import Completion, TokenScores
+from rft.types.ids import Version
 from rft.types.metrics import Metric
 from rft.types.ports import Engine, GenerateRequest, ScoreRow
 from rft.types.throttled import THROTTLED
@@ -48,6 +49,7 @@ class EnginePool:
     Weights are loaded into each engine separately (`rft.sync.engines`).  `identity` distinguishes
     models.  `max_concurrent` limits completions in progress; further requests queue.  `revive(i)`
     returns when engine i serves again.  `unscorable`: why it cannot score the policy's tokens.
+    `verified(version)`: whether scores of a version count; those of a rejected one are asked again.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class EnginePool:
         identity: str = "",
         name: str = "the policy",
         unscorable: str = "",
+        verified: Callable[[Version], Awaitable[bool]] | None = None,
     ) -> None:
         if not engines:
             raise ValueError("a pool needs at least one engine")
@@ -66,6 +69,8 @@ class EnginePool:
         self.identity = identity  # model id for caches of its answers
         self._name = name
         self._unscorable = unscorable
+        self._verified = verified
+        self._valid: set[Version] = set()  # verified versions
         self._revive = revive
         self._turn = asyncio.Semaphore(max_concurrent or 1 << 30)
         self._under_way = [0] * len(engines)
@@ -90,7 +95,12 @@ class EnginePool:
     async def score(self, row: ScoreRow) -> TokenScores:
         if self._unscorable:
             raise ValueError(self._unscorable)
-        return await self._ask(lambda e, _: e.score(row))
+        while True:
+            scores = await self._ask(lambda e, _: e.score(row))
+            if self._verified is None or scores.version in self._valid:
+                return scores
+            if await self._verified(scores.version):
+                self._valid.add(scores.version)
 
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
         return await self._ask(lambda e, _: e.classify(messages))

@@ -154,14 +154,16 @@ class EngineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AuxiliarySettings:
-    """A judge, teacher or reward model: engines with fixed weights, and the names by which
-    workflows and rewards address the model.
+    """A judge, teacher or reward model: its engines, and the names by which workflows and rewards
+    address the model.
     """
 
     names: tuple[str, ...]
     engines: tuple[EngineSettings, ...]
     max_concurrent: int = 256  # requests in progress over all its engines
     unscorable: str = ""  # why it cannot score the policy's tokens
+    # of the moving average of the policy that it serves; None = fixed weights
+    decay: float | None = None
 
     @property
     def name(self) -> str:

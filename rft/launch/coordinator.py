@@ -7,6 +7,7 @@ after the process that had it has ended.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any, cast
 from msgspec import Struct, structs
 
 from rft.config.plan import Plan
+from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, ConfigErrors, DeadlineExceeded, RunFailed, SetupError
 from rft.explorer.assign import Assignments, BatchAssigner
 from rft.launch.membership import Member, Membership, differences
@@ -31,11 +33,15 @@ from rft.sync.settings import SyncRuntime
 from rft.sync.synchronizer import Synchronizer
 from rft.sync.waits import Waits
 from rft.trainer.checkpoint.checkpoints import Evaluations
+from rft.types.ids import Version
 from rft.types.metrics import Metric, MetricRecord
 from rft.types.ports import Assignment, Engine, Scorer, Sender, WeightManifest
 from rft.worker.waiting import idles
 
 log = logging.getLogger(__name__)
+AVERAGE_METRICS = {
+    f"sync/{name}" for name in ("version", "bytes", "total_s", "canary_max_abs", "canary_limit")
+}
 KEPT = 500  # newest records in memory, for followers; metrics.jsonl has all
 
 
@@ -141,18 +147,33 @@ class Coordinator(MonitorPart):
         self._members = Membership(
             self._waits, plan.cluster.stall_timeout_s, self._departed, self.fail
         )
-        self.sync = Synchronizer(
-            plan.sync,
-            plan.sync_runtime,
-            (),
-            scorer,
-            schedule(plan, start),
-            probe_prompts(plan.learner.model_path, plan.sync_runtime.canary_prompts, plan.seed),
-            start.version,
-            restart=(lambda index: self._engines[index].restart()) if restarts else None,
-            sender=cast(Sender, scorer),
-            on_evicted=self._members.evict,
+        prompts = probe_prompts(
+            plan.learner.model_path, plan.sync_runtime.canary_prompts, plan.seed
         )
+
+        def synchronizer(
+            runtime: SyncRuntime, scorer: Scorer, engines: Mapping[int, Any]
+        ) -> Synchronizer:
+            return Synchronizer(
+                plan.sync,
+                runtime,
+                (),
+                scorer,
+                schedule(plan, start),
+                prompts,
+                start.version,
+                restart=(lambda index: engines[index].restart()) if restarts else None,
+                sender=cast(Sender, scorer),
+                on_evicted=self._members.evict,
+            )
+
+        self.sync = synchronizer(plan.sync_runtime, scorer, self._engines)
+        self._teachers: dict[int, Any] = {}  # engines that serve the weights' moving average
+        self._average: dict[str, float] = {}  # metrics of its last publication
+        self.teaching: Synchronizer | None = None
+        if plan.averaged is not None:
+            runtime = _teachers_runtime(plan, plan.auxiliary[plan.averaged].engines)
+            self.teaching = synchronizer(runtime, _ScoresAverage(scorer), self._teachers)
         limits = (start.cursor, plan.explorer.total_batches, plan.explorer.max_inflight)
         self._assigner = BatchAssigner(
             Assignments(*limits), buffer.room, self.sync.may_explore, self._waits
@@ -173,8 +194,18 @@ class Coordinator(MonitorPart):
 
     async def publish(self, manifest: WeightManifest) -> list[Metric]:
         metrics = await self.sync.publish(manifest)
-        values = {m.name: m.value for m in metrics}
+        values = {m.name: m.value for m in metrics} | self._average
         await self.log(MetricRecord(role="synchronizer", step=manifest.version.step, values=values))
+        return metrics
+
+    async def publish_average(self, manifest: WeightManifest) -> list[Metric]:
+        assert self.teaching is not None, "the plan says so"
+        metrics = await self.teaching.publish(manifest)
+        self._average = {
+            m.name.replace("sync/", "sync/average/"): m.value
+            for m in metrics
+            if m.name in AVERAGE_METRICS
+        }
         return metrics
 
     async def step_finished(self, step: int, *, finished: bool = False) -> bool:
@@ -233,6 +264,22 @@ class Coordinator(MonitorPart):
         return JoinReply(
             member=member.number, start=self._start, engines=numbers, evaluates=evaluates
         )
+
+    async def join_teacher(self, engines: Sequence[Any]) -> None:
+        """Add the engines of the model that serves the weights' moving average."""
+        assert self.teaching is not None, "the plan says so"
+        joining = cast("Sequence[Engine]", engines)
+        numbers = await self.teaching.join("the teacher", joining, may_leave=False)
+        self._teachers |= dict(zip(numbers, engines, strict=True))
+
+    async def wait_taught(self, version: Version) -> bool:
+        """Wait for the canary of the moving average `version`; False if it failed."""
+        assert self.teaching is not None, "the plan says so"
+        return await self.teaching.wait_verified(version)
+
+    async def revive_teacher(self, index: int) -> None:
+        assert self.teaching is not None, "the plan says so"
+        await self.teaching.revive(index)
 
     def _check_transport(self, name: str, nodes: Sequence[str], runtime: SyncRuntime) -> None:
         method = self._plan.sync.sync_method
@@ -367,7 +414,8 @@ class Coordinator(MonitorPart):
     # ------------------------------------------------------------ for the launcher
 
     async def fail(self, reason: BaseException) -> None:
-        await self.sync.fail(reason)
+        for synchronizer in filter(None, (self.sync, self.teaching)):
+            await synchronizer.fail(reason)
         await self._waits.fail(RunFailed(f"the trainer's side ended: {reason}"))
 
     def _write(self, without: str = "") -> None:
@@ -380,6 +428,26 @@ class Coordinator(MonitorPart):
         write_json(self._plan.run_dir / "explorers.json", explorers)
 
 
+def _teachers_runtime(plan: Plan, engines: Sequence[EngineSettings]) -> SyncRuntime:
+    """Return the runtime of the engines that serve the weights' moving average."""
+    first = engines[0]
+    return dataclasses.replace(
+        plan.sync_runtime,
+        workers=tuple(e.workers for e in engines),
+        engine_dtype=first.dtype,
+        in_turns=False,
+        at_a_time=None,
+        shares_cores=plan.learner.device == first.device == "cpu",
+    )
+
+
+class _ScoresAverage:
+    """The trainer, which scores under the moving average of its weights."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.score = trainer.score_average
+
+
 class ExplorerClient:
     """The coordinator's `ports.ExploreGate` in the process of one explorer."""
 
@@ -389,6 +457,8 @@ class ExplorerClient:
         self._me = (name, joined.member)
         self.wait_verified = coordinator.wait_verified
         self.wait_final = coordinator.wait_final
+        self.wait_taught = coordinator.wait_taught
+        self.revive_teacher = coordinator.revive_teacher
         self.explored = coordinator.explored
         calls = (
             coordinator.evaluates,

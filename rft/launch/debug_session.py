@@ -86,6 +86,9 @@ class Models:
         """Return auxiliary models by name, with `replaced`; models start at their first call."""
         models: dict[str, ChatModel] = {}
         for settings in self._plan.auxiliary:
+            # a moving average begins with the weights of its folder
+            engines = tuple(dataclasses.replace(e, fixed_weights=True) for e in settings.engines)
+            settings = dataclasses.replace(settings, engines=engines)
             lazy = LazyModel(settings, self._start_auxiliary)
             models |= dict.fromkeys(settings.names, lazy)
         if unknown := [n for n in replaced if n not in models]:

@@ -182,6 +182,8 @@ class ExploreAndTrain(_Training):
             self._joined = await coordinator.join(
                 plan.explorer.name, nodes, parts.engines, None, plan.sync_runtime
             )
+            if plan.averaged is not None:
+                await coordinator.join_teacher(parts.auxiliary[plan.averaged])
         return True
 
     async def _start_training(self, parts: Parts) -> None:

@@ -44,7 +44,7 @@ from rft.types.ports import (
 )
 
 if TYPE_CHECKING:
-    from rft.launch.coordinator import Coordinator, JoinReply, MonitorPart
+    from rft.launch.coordinator import Coordinator, ExplorerClient, JoinReply, MonitorPart
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class ExplorerPart:
             policy = cast(
                 ChatModel, EnginePool(engines, revive=client.revive if _reviver(engines) else None)
             )
-            models = await _models(self.plan, auxiliary, clients)
+            models = await _models(self.plan, auxiliary, clients, client)
             await _observers(self.plan, policy, models, clients)
             sides: dict[str, Any] = {
                 "model": policy,
@@ -201,9 +201,12 @@ class ExplorerPart:
 
 
 async def _models(
-    plan: Plan, auxiliary: Sequence[Sequence[Any]], clients: AsyncExitStack
+    plan: Plan,
+    auxiliary: Sequence[Sequence[Any]],
+    clients: AsyncExitStack,
+    gate: ExplorerClient | None = None,
 ) -> dict[str, ChatModel]:
-    """Return the auxiliary models by name."""
+    """Return the auxiliary models by name.  `gate`: of a run that may publish to one of them."""
     from rft.engine.pool import EnginePool
 
     models: dict[str, ChatModel] = {}
@@ -214,6 +217,9 @@ async def _models(
             "revive": _reviver(proxies),
             "unscorable": settings.unscorable,
         }
+        if settings.decay is not None and gate is not None:
+            how["verified"] = gate.wait_taught
+            how["revive"] = gate.revive_teacher if _reviver(proxies) else None
         pool = EnginePool(
             engines, identity=identity(settings), name=f"model {settings.names[0]}", **how
         )
@@ -279,11 +285,13 @@ class TrainerPart:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
         self._trainer: Any = None
         self._transport: Any = None
+        self._average_transport: Any = None
 
     async def run(
         self, other_ranks: Sequence[Any], reader: Any, sync: Any, sink: Any, start: Start
     ) -> None:
         from rft.sync.transport.choose import make
+        from rft.trainer.loop.outlet import Outlet
 
         self._transport = make(
             self.plan.sync,
@@ -291,6 +299,12 @@ class TrainerPart:
             _address(self.plan),
             self.plan.sync_runtime.backend,
         )
+        average = None
+        if self.plan.averaged is not None:
+            method = "memory" if self.plan.cluster.node_num == 1 else "checkpoint"
+            config = self.plan.sync.model_copy(update={"sync_method": method})
+            to = self._average_transport = make(config, self.plan.run_dir / "sync" / "average")
+            average = Outlet(to, sync.publish_average, average=True)
         when = schedule(self.plan, start)
         try:
             await self._train(
@@ -300,12 +314,15 @@ class TrainerPart:
                 sink,
                 start,
                 transport=self._transport,
+                average=average,
                 must_publish=when.must_publish,
                 first_after=when.first_after,
                 on_demand=when.on_demand,
             )
         finally:
             self._transport.close()
+            if self._average_transport is not None:
+                self._average_transport.close()
 
     async def run_offline(
         self, other_ranks: Sequence[Any], sink: Any, start: Start, consumption: Consumption | None
@@ -401,6 +418,9 @@ class TrainerPart:
 
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
         return cast("list[np.ndarray]", await self._trainer.score(rows))
+
+    async def score_average(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
+        return cast("list[np.ndarray]", await self._trainer.score(rows, "average"))
 
     async def send(self, manifest: WeightManifest) -> None:
         await self._transport.send(manifest)

@@ -83,7 +83,7 @@ def estimate(
         role="other processes", device="cpu", terms=tuple(_rest_of_the_run(plan, shape))
     )
     disk = (checkpoints(plan, shape, critic or shape, trained),) if plan.trains else ()
-    return (*engines, *auxiliary_engines, *ranks, rest, *disk)
+    return (*engines, *auxiliary_engines, *ranks, rest, *disk, *rows(plan))
 
 
 def _rest_of_the_run(plan: Plan, shape: ModelShape) -> list[Term]:
@@ -101,7 +101,14 @@ def _rest_of_the_run(plan: Plan, shape: ModelShape) -> list[Term]:
         ),
         Term("Ray and rft run", RAY_AND_LAUNCHER, "constant"),
     ]
+    if per_token := top_bytes(plan):
+        tokens = plan.runs_per_step * longest_response(plan)
+        how = f"of a step in 3 processes, {tokens} tokens x {per_token} bytes"
+        terms.append(Term("teacher's likely tokens", 3 * tokens * per_token, how))
     weights = shape.parameters * BYTES[plan.learner.dtype]
+    if plan.averaged is not None:
+        how = f"{SLOTS} versions x {size_text(weights)}, in separate memory"
+        terms.append(Term("published moving average", SLOTS * weights, how))
     if plan.sync.sync_method in ("memory", "nccl"):
         how = f"{SLOTS} versions x {size_text(weights)}, in separate memory"
         terms.append(Term("published weights", SLOTS * weights, how))
@@ -127,6 +134,7 @@ def checkpoints(
     trained_weights = 4 * (shape.parameters if trained is None else trained)
     values = 4 * critic.parameters if needs(s.algorithm).critic else 0
     every = values + (trained_weights if "model" in s.save_contents else 0)
+    every += trained_weights if s.average_decay is not None else 0
     every += moments * trained_weights + 2 * values if "optimizer" in s.save_contents else 0
     steps = None if plan.total_steps == ENDLESS else plan.total_steps
     # one may be under evaluation, one served
@@ -150,6 +158,27 @@ def checkpoints(
     return RoleMemory(role="checkpoints", device="disk", terms=tuple(t for t in terms if t.nbytes))
 
 
+def top_bytes(plan: Plan) -> int:
+    """Return bytes of the teacher's k most likely tokens at one token: int32 ids, and float16
+    log-probs of these and of all others together.
+    """
+    k = needs(plan.learner.algorithm).teacher_top
+    return 6 * k + 2 if k else 0
+
+
+def rows(plan: Plan) -> tuple[RoleMemory, ...]:
+    """Return the disk space of what the rows of all steps hold of a teacher's likely tokens, which
+    is most of such a row; none if they hold nothing.
+    """
+    if not (per_token := top_bytes(plan)) or not plan.total_steps or plan.trainer.alone:
+        return ()
+    steps = 1 if plan.total_steps == ENDLESS else plan.total_steps
+    tokens = steps * plan.runs_per_step * longest_response(plan)
+    how = f"{tokens} tokens x {per_token} bytes, before compression"
+    term = Term("teacher's likely tokens", tokens * per_token, how)
+    return (RoleMemory(role="rows", device="disk", terms=(term,)),)
+
+
 # ---------------------------------------------------------------- engines
 
 
@@ -167,7 +196,9 @@ def engine(
 def _auxiliary_engine(
     plan: Plan, e: EngineSettings, shape: ModelShape, gpu_memory: int | None
 ) -> RoleMemory:
-    """Return the memory of one auxiliary engine, which never gets new weights."""
+    """Return the memory of one auxiliary engine; one with fixed weights never loads any."""
+    if not e.fixed_weights:
+        return engine(plan, e, shape, e.max_prompt_tokens or e.max_model_len, gpu_memory)
     if e.task == "score" and e.engine_type == "transformers" and e.device == "cpu":
         return RoleMemory(role=e.name, device="cpu", terms=_classifier(e, shape))
     terms = engine(plan, e, shape, e.max_prompt_tokens or e.max_model_len, gpu_memory).terms
@@ -357,6 +388,20 @@ def _concurrent(plan: Plan, e: EngineSettings) -> int:
 MOST_OVER = 1.15
 
 
+_ON_DISK = {  # by role: key, content, remedy
+    "checkpoints": (
+        "trainer.checkpoint",
+        "the checkpoints that are kept",
+        "Lower trainer.max_checkpoints_to_keep, raise trainer.save_interval",
+    ),
+    "rows": (
+        "algorithm.policy_loss_fn_args",
+        "the teacher's likely tokens in all rows",
+        "Lower k",
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Excess:
     """Memory that a role lacks.  `certain`: even for an estimate too high by `MOST_OVER`."""
@@ -379,14 +424,13 @@ def too_much(
     """
     excesses = [
         Excess(
-            "trainer.checkpoint",
-            "disk: the checkpoints that are kept take about "
-            f"{size_text(r.nbytes)}, and {plan.run_dir} has {size_text(disk)} free.  Lower "
-            "trainer.max_checkpoints_to_keep, raise trainer.save_interval, or move "
-            "checkpoint_root_dir",
+            key,
+            f"disk: {what} take about {size_text(r.nbytes)}, and {plan.run_dir} has "
+            f"{size_text(disk)} free.  {remedy}, or move checkpoint_root_dir",
         )
         for r in roles
         if r.device == "disk" and disk is not None and r.nbytes > disk
+        for key, what, remedy in (_ON_DISK[r.role],)
     ]
     on_cpu = [r for r in roles if r.device == "cpu"]
     needed = sum(r.own for r in on_cpu)

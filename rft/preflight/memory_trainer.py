@@ -179,6 +179,11 @@ def _optimizer_and_frozen(
             "a copy",
         ),
         Term(
+            "moving average",
+            trained_share if s.average_decay is not None else 0,
+            "float32, for every weight that is trained",
+        ),
+        Term(
             "a checkpoint while it is written",
             _written(plan, share, trained_share, averages, values if needed.critic else 0),
             "a copy on the host",
@@ -214,6 +219,7 @@ def _written(plan: Plan, share: int, trained_share: int, moments: int, values: i
     weights = (
         (share if s.lora is None else trained_share) + values if "model" in s.save_contents else 0
     )
+    weights += trained_share if s.average_decay is not None else 0
     return weights + (moments * trained_share + 2 * values if "optimizer" in s.save_contents else 0)
 
 

@@ -104,7 +104,10 @@ def can_score(plan: Plan, workflow: str, taskset: TasksetSettings, problems: Pro
             f"{', '.join(engine_types)}"
         )
         if teacher == "ema":
-            text += ".  No moving average of the policy is kept; self is its current weights"
+            text += (
+                ".  A moving average of the policy is one: [{name: ema, model_path: "
+                "${model.model_path}, moving_average: 0.99}]"
+            )
         problems.error("explorer.auxiliary_models", text, teacher)
     elif temperature != 1 and used == {"vllm"}:
         text = (

@@ -100,7 +100,7 @@ class Synchronizer:
                 except NoEngines:
                     self._gate.loaded = self._gate.verified
                     log.warning(
-                        "version %s: every engine has left; it is published to those that join",
+                        "version %s: no engine is left; it waits for engines that join",
                         manifest.version,
                     )
 

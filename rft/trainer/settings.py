@@ -157,6 +157,12 @@ class ProfilerConfig(Section):
             diagnostics.warn(f"{at}: no steps are named, so nothing is traced")
 
 
+WeightSet = Literal["current", "window", "average"]
+"""Weights that the trainer can compute with: those it trains, those of the start of a window, their
+moving average.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LearnerSettings:
     """The model and its training, on each of `world_size` ranks."""
@@ -223,6 +229,8 @@ class LearnerSettings:
     load_contents: tuple[str, ...] | None = None  # None: everything that was saved
     use_liger: bool = False
     compile: bool = False  # each layer
+    # decay of the moving average of the weights that a teacher serves; None: none is kept
+    average_decay: float | None = None
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     profile_folder: Path = Path("profile")
     seed: int = SEED

@@ -190,6 +190,7 @@ class Transcript(Struct, frozen=True, kw_only=True):
     info: dict[str, Any] = field(default_factory=dict)
     score: Score | None = None  # set by workflows with a score; else the task's reward is called
     limited: bool = False  # ended by a limit of the run: its last experience counts as truncated
+    expert: bool = False  # another model than the policy wrote the answers
 
     def __post_init__(self) -> None:
         freeze(self, "metrics", "info")

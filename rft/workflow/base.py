@@ -327,11 +327,13 @@ class RunContext:
         info: dict[str, Any] | None = None,
         layout: Layout = "joined",
         limited: bool = False,
+        expert: bool = False,
     ) -> Transcript:
         """Return the calls so far.  Without `score`, the taskset's reward scores them after the run.
 
         `layout` "chains": one row for each chain of calls, "joined": one row.  `limited`: a limit
-        of the workflow ended the run, so its rows are truncated.
+        of the workflow ended the run, so its rows are truncated.  `expert`: another model than the
+        policy wrote the answers; only losses that take an expert's rows train them.
         """
         return Transcript(
             turns=tuple(self._turns),
@@ -340,6 +342,7 @@ class RunContext:
             info=info or {},
             layout=layout,
             limited=limited,
+            expert=expert,
         )
 
 

@@ -200,6 +200,7 @@ class _RunCalls:
                     info=run.info,
                     layout=run.layout,
                     limited=run.limited,
+                    expert=run.expert,
                 )
             )
         return transcripts

@@ -161,6 +161,7 @@ def _played(t: Transcript, link: _Link) -> Played:
         info=t.info,
         score=_score(t.score),
         limited=t.limited,
+        expert=t.expert,
     )
 
 

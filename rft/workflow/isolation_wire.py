@@ -70,6 +70,7 @@ class Played(msgspec.Struct, kw_only=True):
     info: dict[str, Any]
     score: Score | None
     limited: bool = False
+    expert: bool = False
 
 
 def pack(value: Any) -> bytes:

@@ -62,9 +62,23 @@ def experiences(
             },
         )
         rows.append(_with_teacher(_with_mask(row, turns), turns))
+    if transcript.expert:
+        rows = list(map(_of_expert, rows))
     if transcript.limited:
         rows[-1] = msgspec.structs.replace(rows[-1], status="truncated")
     return tuple(rows)
+
+
+def _of_expert(row: Experience) -> Experience:
+    """Return the row without log-probs and versions of a policy, which did not write it."""
+    return msgspec.structs.replace(
+        row,
+        is_expert=True,
+        has_logprobs=False,
+        logprobs=np.zeros_like(row.logprobs),
+        version_spans=(),
+        sampling=(),
+    )
 
 
 def cut(transcript: Transcript) -> list[tuple[Turn, ...]]:

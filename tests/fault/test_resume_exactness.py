@@ -48,6 +48,13 @@ KINDS = {
         *("algorithm.entropy_loss_fn_args.entropy_coef=0.01", "trainer.checkpoint.async_save=true"),
         *("algorithm.optimizer.lr_scheduler_type=cosine", "algorithm.optimizer.lr_warmup_steps=5"),
     ),
+    "a moving average that teaches": (
+        "algorithm.algorithm_type=opd_topk",
+        "buffer.explorer_input.default_workflow_type=on_policy_distill_workflow",
+        "buffer.explorer_input.taskset.workflow_args.teacher=ema",
+        "explorer.auxiliary_models=[{name: ema, model_path: '${model.model_path}', "
+        "engine_type: transformers, moving_average: 0.9}]",
+    ),
 }
 
 
@@ -134,10 +141,15 @@ def accounted(root: Path, steps: int) -> None:
     ), account
 
 
-def test_killed_in_mid_step_and_in_mid_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", ["grpo", pytest.param("a moving average that teaches", marks=pytest.mark.slow)]
+)
+def test_killed_in_mid_step_and_in_mid_checkpoint(
+    tiny_model: Path, tmp_path: Path, kind: str
+) -> None:
     # in step 5; between weights and optimizer of step 6
     faults = ["trainer.update.after:5", "checkpoint.files:2"]
-    play(tmp_path, tiny_model, 7, "grpo", faults)
+    play(tmp_path, tiny_model, 7, kind, faults)
 
 
 @pytest.mark.slow

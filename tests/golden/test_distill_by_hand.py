@@ -13,7 +13,7 @@ import torch
 
 from rft.algorithm.args import AggMode
 from rft.algorithm.base import Denominators, LossInputs, LossOutput
-from rft.algorithm.catalog import losses
+from rft.algorithm.catalog import algorithms, losses
 from rft.algorithm.distill_top import distill_top
 from rft.trainer.model.logprobs import token_logprobs
 
@@ -33,7 +33,11 @@ REVERSE_5 = 0.097087
 
 
 def logits_and_loss(
-    k: int, args: dict[str, Any], old: float | None = None, mode: AggMode = "token-mean"
+    k: int,
+    args: dict[str, Any],
+    old: float | None = None,
+    mode: AggMode = "token-mean",
+    is_expert: bool = False,
 ) -> tuple[torch.Tensor, LossOutput]:
     """The loss of one token, the first of the vocabulary; `old`: its log-prob at the sampler."""
     z = torch.tensor([S], dtype=torch.float64).log().requires_grad_()
@@ -53,6 +57,7 @@ def logits_and_loss(
         top_logprobs=top,
         teacher_top_logprobs=torch.tensor([[*T[:k], others]], dtype=torch.float64).log(),
         loss_agg_mode=mode,
+        is_expert=torch.tensor([is_expert]),
     )
     return z, distill_top(x, losses()["distill_top"].model_validate({"k": k, **args}))
 
@@ -97,3 +102,26 @@ def test_clip_and_weight_by_hand() -> None:
     # it gave it 0.1: the ratio 5 is cut to 2
     _, out = logits_and_loss(2, {"importance_clip": 2.0}, old=-2.3025851)
     assert out.loss.item() == pytest.approx(2 * REVERSE_2, abs=1e-6)
+
+
+def test_gkd_is_a_mean_over_answers_of_both_by_hand() -> None:
+    """beta = 0.25 over the whole vocabulary, arXiv:2306.13649: D = beta KL(t || m) + (1 - beta)
+    KL(s || m), m = beta t + (1 - beta) s = (0.55, 0.275, 0.085, 0.055, 0.035).
+
+    KL(t || m): 0.7 ln 0.7/0.55 = 0.168814, then -0.063691, -0.030151, -0.012738, -0.011192; KL(s ||
+    m): 0.5 ln 0.5/0.55 = -0.047655, then 0.026103, 0.016252, 0.005221, 0.005341.
+    """
+    args = {"divergence": "jsd", "beta": 0.25}
+    value = 0.25 * 0.051042 + 0.75 * 0.005262
+    _, out = logits_and_loss(5, args)
+    assert out.loss.item() == pytest.approx(value, abs=2e-6)
+    # a token of the teacher's answer has no sampler: its weight is 1 whatever stands for it
+    weighed = {**args, "importance_clip": 2.0}
+    _, own = logits_and_loss(5, weighed, old=-0.9162907)
+    _, expert = logits_and_loss(5, weighed, old=-0.9162907, is_expert=True)
+    assert own.loss.item() == pytest.approx(1.25 * value, abs=2e-6)
+    assert expert.loss.item() == pytest.approx(value, abs=2e-6)
+    assert expert.sums["ppo_kl"].item() == 0
+    defaults = algorithms()["gkd"]
+    assert defaults.policy_loss_fn == "distill_top"
+    assert defaults.policy_loss_fn_args == {"divergence": "jsd"}

@@ -193,7 +193,8 @@ class InferenceModelConfig(ServedModelConfig):
 
 
 class AuxiliaryModelConfig(ServedModelConfig):
-    """A judge, teacher or reward model beside the policy; its weights never change.
+    """A judge, teacher or reward model beside the policy; its weights do not change, unless it serves
+    a moving average of the policy's.
 
     Workflows and rewards ask it by name.  Entries that differ only in their name share one model.
     """
@@ -210,6 +211,14 @@ class AuxiliaryModelConfig(ServedModelConfig):
     )
     tokenizer_path: str | None = key(
         None, "Folder with another tokenizer and chat template.  Null: model_path."
+    )
+    moving_average: float | None = key(
+        None,
+        "Decay d of an exponential moving average of the policy's weights, which this model serves: "
+        "after each train step average = d average + (1 - d) weights.  It begins with the policy of "
+        "the start, and is published and verified with every version.  Null: fixed weights.",
+        gt=0,
+        lt=1,
     )
     task: Annotated[Literal["generate", "score"], IgnoreCase] = key(
         EngineSettings.task,

@@ -69,7 +69,7 @@ def bench(
     plugin_dir: PluginDirs = None,
     as_json: Json = False,
 ) -> None:
-    """Score stored answers with a taskset's reward, split by source."""
+    """Measure a reward on a file of answers, by source."""
     from rft.explorer.stored import summary
     from rft.taskset.open_source import open_taskset
 

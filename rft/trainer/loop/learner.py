@@ -8,6 +8,7 @@ Invariant: a step with a non-finite gradient changes neither weights nor optimiz
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,13 +22,13 @@ import torch.distributed as dist
 
 from rft.algorithm.controller import Steered
 from rft.fault_injection import fault
-from rft.trainer.checkpoint import saving
+from rft.trainer.checkpoint import saving, shards
 from rft.trainer.loop import profiling
 from rft.trainer.loop.lr_schedule import learning_rate
 from rft.trainer.loop.rank_models import RankModels, by_row, denominators
 from rft.trainer.loop.step_result import StepResult
 from rft.trainer.loop.step_totals import StepTotals, mismatch, over_passes
-from rft.trainer.model import optim, sharding
+from rft.trainer.model import optim, sharding, tensors
 from rft.trainer.model.critic import apply
 from rft.trainer.rows.pack import RankBatch, TrainRow
 from rft.trainer.settings import LearnerSettings, OptimizerConfig
@@ -37,6 +38,8 @@ from rft.types.ports import WeightManifest
 if TYPE_CHECKING:
     from rft.sync.base import Transport
 
+log = logging.getLogger(__name__)
+AVERAGE = "average"  # kind of its files in a checkpoint
 # returns the policy's log-probs, [N]
 Accumulate = Callable[[Sequence[TrainRow], RankBatch, StepTotals], torch.Tensor | None]
 Update = Callable[[float], float]
@@ -91,6 +94,8 @@ class Learner(RankModels):
                 result = self._passes(batch, epochs, s.optim, self._accumulate, self._update)
             if result.updates:
                 self._proximal.current = False  # the remembered weights are older now
+                if self._average is not None:
+                    self._average.update()
         return msgspec.structs.replace(result, critic=critic_result)
 
     def _passes(
@@ -213,8 +218,10 @@ class Learner(RankModels):
 
     # ------------------------------------------------------------ weights out
 
-    def stage(self, version: Version, transport: Transport | None) -> WeightManifest | None:
-        """Hand the weights, or the adapter alone, to `transport`.
+    def stage(
+        self, version: Version, transport: Transport | None, average: bool = False
+    ) -> WeightManifest | None:
+        """Hand the weights, or the adapter alone, to `transport`; `average`: their moving average.
 
         Rank 0 has the transport; other ranks take part in gathering.
         """
@@ -222,7 +229,7 @@ class Learner(RankModels):
         adapter = self.policy.adapter if lora is not None and not lora.merge else None
         dtype = sharding.DTYPES[self.settings.dtype]
         converted = (
-            self._gathered(dtype)
+            self._gathered(dtype, average)
             if adapter is None
             else ((n, tensor.to(dtype)) for n, tensor in adapter.gathered().items())
         )
@@ -240,12 +247,18 @@ class Learner(RankModels):
             torch.accelerator.memory.empty_cache()
         return manifest
 
-    def _gathered(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def _gathered(
+        self, dtype: torch.dtype | None = None, average: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather every tensor of the policy that is published: parameters as `dtype`, buffers as
         they are.
         """
         device = None if dtype is None else self.settings.device
-        for name, p in self.policy.names().items():
+        weights: Mapping[str, torch.Tensor] = self.policy.names()
+        if average:
+            assert self._average is not None, "the settings say so"
+            weights = self._average.weights
+        for name, p in weights.items():
             yield name, self.policy.gathered(name, p, dtype, device)
         yield from self.policy.saved_buffers().items()
 
@@ -273,6 +286,9 @@ class Learner(RankModels):
             self._snapshot = saving.take(
                 self._trained(), self.settings, step, copy=copy, steered=steered or {}
             )
+            if self._average is not None:
+                pieces = shards.local_pieces(self._average.weights, copy=copy)
+                self._snapshot.pieces[AVERAGE] = pieces
 
     def write(self, folder: str) -> dict[str, str]:
         """Write the state that `take` fixed.  Not collective: may run in a thread during steps."""
@@ -288,6 +304,12 @@ class Learner(RankModels):
         """
         saving.load(self._trained(), self.settings, Path(folder))
         self._proximal.current = False
+        if self._average is not None:
+            if AVERAGE in shards.kinds(Path(folder)):
+                tensors.fill(shards.find(Path(folder), AVERAGE), self._average.weights)
+            else:
+                log.warning("%s has no moving average, which begins with its weights", folder)
+                self._average.begin()
         return saving.read_page(Path(folder)).steered
 
     def _trained(self) -> list[saving.Trained]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,9 +27,9 @@ from rft.trainer.model import policy as policies
 from rft.trainer.model.balance import RouterBalance
 from rft.trainer.model.critic import Critic
 from rft.trainer.model.image_rows import ImageReader
-from rft.trainer.model.proximal import ProximalWeights
+from rft.trainer.model.proximal import MovingAverage, ProximalWeights
 from rft.trainer.rows.pack import RankBatch, TrainRow
-from rft.trainer.settings import LearnerSettings
+from rft.trainer.settings import LearnerSettings, WeightSet
 
 _IDLE = TrainRow(  # computed without effect by a rank with fewer micro-batches than another
     tokens=np.zeros(2, np.int32),
@@ -74,6 +74,8 @@ class RankModels:
             self.critic = Critic(settings) if self.algorithm.needs.critic else None
         self._reader: ImageReader | None = None  # made for the first row with an image
         self._proximal = ProximalWeights(self.policy)
+        decay = settings.average_decay
+        self._average = None if decay is None else MovingAverage(self.policy, decay)
         self._balance = RouterBalance(settings) if settings.router_aux_loss_coef else None
 
     def prove_rows(self, configured: LearnerSettings) -> None:
@@ -183,13 +185,12 @@ class RankModels:
         self,
         micro_batches: Sequence[Sequence[TrainRow]],
         what: Sequence[Computed] = ("old",),
-        proximal: bool = False,
+        weights: WeightSet = "current",
         rounded: str | None = None,
     ) -> list[list[Scored]]:
-        """Return the arrays of `what` for each row, float32 [L] each, under the current weights.
+        """Return the arrays of `what` for each row, float32 [L] each, under `weights`.
 
-        `proximal`: under the weights of `remember`. `rounded`: with the roundings of this dtype.
-        "values" must be requested alone: the critic may be another model.
+        `rounded`: with the roundings of this dtype.  "values" must be requested alone: the critic may be another model.
         """
         scored: list[list[Scored]] = []
         critic = self.critic if "values" in what else None
@@ -200,7 +201,7 @@ class RankModels:
             if rounded is None
             else rounding.otherwise(self.policy.lm, dtype, types[rounded])
         )
-        with self._memory("scoring"), torch.no_grad(), self._proximal.restored(proximal), short:
+        with self._memory("scoring"), torch.no_grad(), self._under(weights), short:
             for rows in micro_batches:
                 scores = self._scores(self._micro_batch(rows, critic), what)
                 parts = {name: by_row(values, rows) for name, values in scores.items()}
@@ -215,6 +216,12 @@ class RankModels:
                 if model is not None:
                     model.to_shards()
         return scored
+
+    def _under(self, weights: WeightSet) -> AbstractContextManager[None]:
+        if weights == "average":
+            assert self._average is not None, "the settings say so"
+            return self._average.restored()
+        return self._proximal.restored() if weights == "window" else nullcontext()
 
     def remember(self) -> None:
         """Copy this rank's weights to host memory: the proximal policy until the next call."""

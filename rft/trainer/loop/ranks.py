@@ -24,7 +24,7 @@ from rft.algorithm.needs import controllers
 from rft.errors import CheckpointInvalid, ConfigError
 from rft.trainer.loop.step_result import StepResult, combined
 from rft.trainer.rows.pack import Budget, RankBatch, RowImage, TrainRow, plan
-from rft.trainer.settings import CriticSettings, LearnerSettings
+from rft.trainer.settings import CriticSettings, LearnerSettings, WeightSet
 from rft.types.ids import Version
 from rft.types.ports import ScoreRow, WeightManifest
 from rft.types.row_layout import AskedLayout
@@ -176,7 +176,9 @@ class Ranks:
         if self.settings.algorithm.proximal_window:
             await self._same("remember")
 
-    async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
+    async def score(
+        self, rows: Sequence[ScoreRow], weights: WeightSet = "current"
+    ) -> list[np.ndarray]:
         """Return log-probs of each row after its prompt, float32 [len(tokens) - prompt_length].
 
         All rows must have the same `rounded`.
@@ -184,7 +186,7 @@ class Ranks:
         (rounded,) = {row.rounded for row in rows}
         train_rows = [_train_row(row) for row in rows]
         scored_rows = [row for row in train_rows if row.loss_mask.any()]
-        scores = iter(await self.compute(scored_rows, ("old",), rounded=rounded))
+        scores = iter(await self.compute(scored_rows, ("old",), weights, rounded))
         return [
             next(scores)["old"] if row.loss_mask.any() else np.zeros(0, np.float32)
             for row in train_rows
@@ -194,21 +196,19 @@ class Ranks:
         """Return the arrays named in `before` for each row, under the proximal policy if the
         algorithm has one.
         """
-        return await self.compute(
-            rows, sorted(self.before), proximal=self.settings.algorithm.proximal_window
-        )
+        window = self.settings.algorithm.proximal_window
+        return await self.compute(rows, sorted(self.before), "window" if window else "current")
 
     async def compute(
         self,
         rows: Sequence[TrainRow],
         what: Sequence[Computed],
-        *,
-        proximal: bool = False,
+        weights: WeightSet = "current",
         rounded: str | None = None,
     ) -> list[Scored]:
-        """Return the arrays of `what` for each row, float32 [L] each, under the current weights.
+        """Return the arrays of `what` for each row, float32 [L] each, under `weights`.
 
-        `proximal`: under the weights of `remember`.  `rounded`: see `ScoreRow`.
+        `rounded`: see `ScoreRow`.
         """
         together: dict[tuple[Budget, bool], list[Computed]] = defaultdict(list)
         for name in what:  # the critic may be another model
@@ -217,7 +217,7 @@ class Ranks:
         for (budget, _), names in together.items():
             cut = plan(rows, self.world_size, budget)
             args = [
-                ([[rows[i] for i in micro] for micro in share], tuple(names), proximal, rounded)
+                ([[rows[i] for i in micro] for micro in share], tuple(names), weights, rounded)
                 for share in cut
             ]
             for share, result in zip(cut, await self._dealt("score", args), strict=True):
@@ -226,11 +226,12 @@ class Ranks:
                         scored[i].update(score)
         return scored
 
-    async def stage(self, version: Version, transport: Transport) -> WeightManifest:
+    async def stage(
+        self, version: Version, transport: Transport, *, average: bool = False
+    ) -> WeightManifest:
         began = time.perf_counter()
-        first, *_ = await self._all(
-            "stage", [(version, transport), *((version, None) for _ in self._remote)]
-        )
+        args = [(version, to, average) for to in (transport, *[None] * len(self._remote))]
+        first, *_ = await self._all("stage", args)
         assert isinstance(first, WeightManifest)
         return replace(first, stage_s=time.perf_counter() - began)
 

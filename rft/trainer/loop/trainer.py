@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rft.errors import RunFailed, WeightSyncFailed
+from rft.errors import RunFailed
 from rft.fault_injection import fault
 from rft.monitor.monitor import FILE as METRICS
 from rft.sync.base import Transport
@@ -31,12 +31,13 @@ from rft.trainer.checkpoint.save_schedule import SaveSchedule
 from rft.trainer.loop import token_numbers
 from rft.trainer.loop.numbers import step_values
 from rft.trainer.loop.offline_reader import HeldOut
+from rft.trainer.loop.outlet import Outlet
 from rft.trainer.loop.ranks import Ranks
 from rft.trainer.loop.step_result import StepResult
 from rft.trainer.loop.window import Window
 from rft.trainer.rows import batch_builder
 from rft.trainer.rows.batch_builder import StepBatch
-from rft.trainer.settings import TrainerSettings
+from rft.trainer.settings import TrainerSettings, WeightSet
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord, Role
 from rft.types.ports import (
@@ -64,6 +65,7 @@ class Trainer:
     sink: MetricSink
     _: KW_ONLY
     transport: Transport | None
+    average: Outlet | None = None  # of the weights' moving average, which teaches
     lineage: int
     start_step: int
     parent: Version | None  # of the checkpoint that is continued; None: the base model
@@ -85,6 +87,7 @@ class Trainer:
         # the checkpoint being written while steps go on
         self._checkpoint: asyncio.Future[Manifest] | None = None
         self._stop = asyncio.Event()
+        self._policy: Outlet | None = None
         self._published: Version | None = None
         self._saved_step = None if self.parent is None else self.parent.step
         self._save_schedule = SaveSchedule(s.save_interval, s.save_after_s)
@@ -149,9 +152,11 @@ class Trainer:
         """End after the current step, with a checkpoint; a wait for data ends at once."""
         self._stop.set()
 
-    async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
+    async def score(
+        self, rows: Sequence[ScoreRow], weights: WeightSet = "current"
+    ) -> list[np.ndarray]:
         """Return log-probs, see `ports.Scorer`; the synchronizer calls it outside of steps."""
-        return await self.ranks.score(rows)
+        return await self.ranks.score(rows, weights)
 
     # ------------------------------------------------------------ one step
 
@@ -293,17 +298,12 @@ class Trainer:
         Without engines only the window begins.
         """
         if self.sync is not None and self.transport is not None:
+            self._policy = self._policy or Outlet(self.transport, self.sync.publish)
             version = Version(self.lineage, step)
             with self._timed("sync"), works(f"the weights of step {step} go to the engines"):
-                manifest = await self.ranks.stage(version, self.transport)
-                fault("trainer.staged")
-                try:
-                    await self.sync.publish(manifest)
-                except WeightSyncFailed:
-                    self.transport.release(version)
-                    raise
-            if self._published is not None:
-                self.transport.release(self._published)
+                if self.average is not None:  # first: it teaches the next version's rows
+                    await self.average.send(self.ranks, version)
+                await self._policy.send(self.ranks, version)
             self._published = version
             self._window.publish(step)
             fault("trainer.published")

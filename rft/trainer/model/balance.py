@@ -5,7 +5,7 @@
 
 Both means are over all layers and all positions of a step's rows, each row with its full input.  f
 has no gradient, so it is counted first, in a forward pass without the output layer; then every
-micro-batch adds its part of P.  The gradient does not depend on the cut.
+micro-batch adds its part of P.  The gradient does not depend on micro-batches.
 
 Depends on routers and micro-batches, not on other losses.
 Shapes: N positions of the input, L layers with experts, E experts.

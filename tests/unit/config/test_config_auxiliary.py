@@ -90,6 +90,39 @@ def test_equal_models_are_started_once() -> None:
         plan({"name": "a", "model_path": "J"}, {"name": "a", "model_path": "K"})
 
 
+EMA = {"name": "ema", "model_path": "m", "moving_average": 0.99}
+
+
+def test_a_moving_average_of_the_policy() -> None:
+    made = plan({"model_path": "J"}, EMA, {**EMA, "name": "same"})
+    assert [m.decay for m in made.auxiliary] == [None, 0.99]
+    assert made.auxiliary[1].names == ("ema", "same") and made.averaged == 1
+    assert not made.auxiliary[1].engines[0].fixed_weights
+    assert made.learner.average_decay == 0.99
+    other = plan({"model_path": "J"})
+    assert other.averaged is None and other.learner.average_decay is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model_path": "J"}, "is of the policy's weights; write model_path: ${model.model_path}"),
+        ({"engine_type": "scripted"}, "is served by engine_type vllm or transformers"),
+        ({"task": "score"}, "is served by engine_type vllm or transformers with task: generate"),
+        ({"moving_average": 1.0}, "less than 1"),
+    ],
+)
+def test_what_no_moving_average_can_be(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        plan({**EMA, **changes})
+    assert says in str(e.value)
+
+
+def test_the_trainer_keeps_one_moving_average() -> None:
+    with pytest.raises(ConfigError, match=r"serve moving averages of 0.9, 0.99; .* keeps one"):
+        plan(EMA, {**EMA, "name": "fast", "moving_average": 0.9})
+
+
 def test_their_seats() -> None:
     made = plan(
         {"model_path": "J", "tensor_parallel_size": 2, "data_parallel_size": 2},

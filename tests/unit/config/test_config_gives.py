@@ -212,7 +212,10 @@ def test_a_teacher_with_another_tokenizer_is_refused(
         ),
         ((f"{TASKSET}.workflow_args.teacher=start",), "{name: start, model_path: ...}"),
         ((f"{TASKSET}.workflow_args.teacher=start", TEACHER), "the models are teacher"),
-        ((f"{TASKSET}.workflow_args.teacher=ema", TEACHER), "No moving average of the policy"),
+        (
+            (f"{TASKSET}.workflow_args.teacher=ema", TEACHER),
+            "A moving average of the policy is one",
+        ),
         ((f"{TASKSET}.workflow_args.teacher=teacher", TEACHER), ""),
         ((f"{TASKSET}.workflow_args.told=nothing",), "must have"),
         (("algorithm.policy_loss_fn_args.k=259",), ""),

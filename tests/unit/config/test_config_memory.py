@@ -552,3 +552,27 @@ def test_what_lives_on_the_host_takes_no_memory_of_a_gpu() -> None:
     )
     assert names(*gpus, "trainer.fsdp_size=1")["weights"] == 2 * names(*gpus)["weights"]
     assert "SGD moments" not in names("algorithm.optimizer.optimizer_type=sgd")
+
+
+def test_a_teachers_likely_tokens_and_a_moving_average_are_counted() -> None:
+    ema = "{name: e, model_path: '${model.model_path}', engine_type: transformers, "
+    made = plan(
+        "algorithm.algorithm_type=opd_topk",
+        "algorithm.policy_loss_fn_args.k=5",
+        f"explorer.auxiliary_models=[{ema}moving_average: 0.9}}]",
+    )
+    bare = plan("algorithm.algorithm_type=opd_topk", "algorithm.policy_loss_fn_args.k=5")
+    sizes = shape(LLAMA)
+    found = {r.role: r for r in estimate(made, sizes)}
+    tokens = made.runs_per_step * max(t.sampling.max_tokens for t in made.explorer.tasksets)
+    # five ids of 4 bytes, six log-probs of 2
+    assert term(found["other processes"], "teacher's likely tokens") == 3 * tokens * 32
+    assert made.total_steps is not None
+    on_disk = made.total_steps * tokens * 32
+    assert term(found["rows"], "teacher's likely tokens") == on_disk
+    (excess,) = too_much((found["rows"],), made, ram=None, gpu_memory=None, disk=on_disk - 1)
+    assert "the teacher's likely tokens in all rows take" in excess.message
+    assert term(found["trainer-0"], "moving average") == 4 * sizes.parameters
+    assert term(found["other processes"], "published moving average") == 8 * sizes.parameters
+    saved, plain = (checkpoints(p, sizes, sizes, None).terms[0].nbytes for p in (made, bare))
+    assert saved * 3 == plain * 4, "weights and two moments, and the average"

@@ -172,6 +172,7 @@ def test_most_conditional_names_were_seen(written: dict[str, set[str]]) -> None:
     separate = {f"engine/{name}" for name in ("lost", "stalled", "asked_again")}
     # other algorithms
     parts = {"experience/incomplete_rewards", "maxrl/unsolved", "experience/teacher_top_bytes"}
+    parts |= {"sync/average/<name>"}
     experts = {
         "actor/router_aux_loss",
         "actor/router_max_load",

@@ -499,13 +499,13 @@ def kl(p: Array, q: Array) -> Array:
     return found
 
 
+def over_likely(t: Array, s: Array) -> Array:
+    m = (t + s) / 2
+    return (kl(t, m) + kl(s, m)) / 2
+
+
 def sdpo(rows: list[Row], a: list[Array]) -> Losses:
-    found = []
-    for row in rows:
-        t, s = row.likely
-        m = (t + s) / 2
-        found.append((kl(t, m) + kl(s, m)) / 2 * np.minimum(np.exp(row.lp - row.old), 2))
-    return found
+    return [over_likely(*row.likely) * np.minimum(np.exp(row.lp - row.old), 2) for row in rows]
 
 
 def kto(rows: list[Row], a: list[Array]) -> Choice:
@@ -566,6 +566,7 @@ LOSSES: dict[str, Callable[[list[Row], list[Array]], Losses | Choice]] = {
     "vespo": tokens(vespo),
     "forking_tokens": forking,
     "opd_topk": lambda rows, a: [kl(*row.likely[::-1]) for row in rows],
+    "gkd": lambda rows, a: [over_likely(*row.likely) for row in rows],
     "opsd": lambda rows, a: [kl(*row.likely) for row in rows],
     "sdft": lambda rows, a: [kl(*row.likely[::-1]) for row in rows],
     "sdpo": sdpo,
