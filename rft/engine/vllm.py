@@ -107,6 +107,8 @@ class _VllmCalls(LocalEngine):
         self._stats = stats
         self._processes = processes
         self._requests = 0  # requests in progress in vLLM; they wait while it is paused
+        # broadcasts that its workers take part in; they wait for the trainer and other engines
+        self._broadcasts = 0
         self._deadlines: set[asyncio.Timeout] = set()  # of all calls in progress
         self._stalled = ""  # why vLLM counts as hung; never reset
         self._watching = asyncio.ensure_future(self._watch())
@@ -153,7 +155,8 @@ class _VllmCalls(LocalEngine):
                 steps = self._stats.steps
                 watch.progress()
             else:
-                self._stalled = await asyncio.to_thread(watch.look)
+                waits = self._broadcasts > 0 and len(self._deadlines) == waiting + self._broadcasts
+                self._stalled = await asyncio.to_thread(watch.look, waits=waits)
         log.error("%s: vLLM hangs: %s", s.name, self._stalled)
         for deadline in self._deadlines:
             if not deadline.expired():
@@ -335,9 +338,14 @@ class VllmEngine(_VllmCalls):
         await self.check_load(manifest)
         await self._wake("weights")
         frame = msgspec.msgpack.encode(manifest)
-        answers = await self._call(
-            "load weights", self._llm.collective_rpc("rft_load", args=(frame,))
-        )
+        sent = int(manifest.broadcast is not None)
+        self._broadcasts += sent
+        try:
+            answers = await self._call(
+                "load weights", self._llm.collective_rpc("rft_load", args=(frame,))
+            )
+        finally:
+            self._broadcasts -= sent
         report = worst(
             [msgspec.msgpack.decode(a, type=LoadReport) for a in answers], manifest.version
         )

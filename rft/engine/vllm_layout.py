@@ -22,6 +22,9 @@ Shard = str | int | None  # part of a merged parameter; None = the whole paramet
 Published = dict[str, dict[Shard, torch.Tensor]]  # vLLM's parameter name -> its parts
 # random input exposes any wrong weight; a second row would read all weights again
 PROBE_ROWS = 1
+# relative to a layer's output: far above rounding, far below the error of a wrong part order
+PROVEN = 0.1
+SAMPLE = 64  # outputs of each weight that a probe on a GPU compares
 
 
 def place(
@@ -193,10 +196,26 @@ def probed_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
+def sample_of(device: torch.device) -> int | None:
+    """Return how many outputs of each weight a probe on `device` compares; None: all.
+
+    For all of them every published weight would cross the bus to a GPU a second time.
+    """
+    return None if device.type == "cpu" else SAMPLE
+
+
 def probe(
-    model: torch.nn.Module, published: Published, device: torch.device, *, seed: int
+    model: torch.nn.Module,
+    published: Published,
+    device: torch.device,
+    *,
+    seed: int,
+    sample: int | None = None,
 ) -> tuple[int, float, str]:
-    """Return (layers probed, largest error relative to the output's scale, layer of that error)."""
+    """Return (layers probed, largest error relative to the output's scale, layer of that error).
+
+    `sample`: see `sample_of`; the outputs are others for each `seed`.
+    """
     random = torch.Generator().manual_seed(seed)
     count = 0
     error = 0.0
@@ -213,7 +232,8 @@ def probe(
         )
         if parts is None:
             continue
-        got, want = _compare(module, parts, by_layer.get((id(module), "bias")), device, random)
+        biases = by_layer.get((id(module), "bias"))
+        got, want = _compare(module, parts, biases, device, random, sample)
         difference = apart(got, want)
         count += 1
         if not difference <= error:  # also true for nan
@@ -228,8 +248,11 @@ def _compare(
     biases: dict[Shard, torch.Tensor] | None,
     device: torch.device,
     random: torch.Generator,
+    sample: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the layer's output and the output expected from the published weights."""
+    """Return the layer's output and the output expected from the published weights, of all outputs
+    or of a random `sample` of each part.
+    """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     local_parts = own_parts(module, parts)
@@ -245,12 +268,29 @@ def _compare(
         return vars(module).get("_cpu_unpacked_conv_weight", module.weight).reshape(
             want.shape
         ), want
+    sizes = [len(w) for w in local_parts]
+    chosen = [
+        torch.arange(n)
+        if sample is None or n <= sample
+        else torch.randint(n, (sample,), generator=random)
+        for n in sizes
+    ]
     x = torch.randn(PROBE_ROWS, local_parts[0].shape[1], generator=random).to(device, dtype)
-    want = torch.cat([x @ w.to(device, dtype).T for w in local_parts], dim=-1)
+    want = torch.cat(
+        [x @ _taken(w, i).to(device, dtype).T for w, i in zip(local_parts, chosen, strict=True)],
+        dim=-1,
+    )
     bias = getattr(module, "bias", None) if biases else None
     if biases and bias is not None:
-        want = want + torch.cat([b.to(device, dtype) for b in own_parts(module, biases)])
-    return module.quant_method.apply(module, x, bias)[:, : want.shape[1]], want
+        local = zip(own_parts(module, biases), chosen, strict=True)
+        want = want + torch.cat([_taken(b, i).to(device, dtype) for b, i in local])
+    begins = [sum(sizes[:i]) for i in range(len(sizes))]
+    outputs = torch.cat([at + i for at, i in zip(begins, chosen, strict=True)])
+    return module.quant_method.apply(module, x, bias)[:, outputs.to(device)], want
+
+
+def _taken(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return weight if len(rows) == len(weight) else weight[rows]
 
 
 def own_parts(module: Any, parts: dict[Shard, torch.Tensor]) -> list[torch.Tensor]:

@@ -16,7 +16,15 @@ from rft.engine.settings import EXTERNAL_LIB
 from rft.engine.vllm_adapter import WorkerAdapter
 from rft.engine.vllm_direct import DirectLoad
 from rft.engine.vllm_experts import ExpertLayers, expert_layers, expert_runners
-from rft.engine.vllm_layout import Published, absent, place, probe, repack_tied_heads
+from rft.engine.vllm_layout import (
+    PROVEN,
+    Published,
+    absent,
+    place,
+    probe,
+    repack_tied_heads,
+    sample_of,
+)
 from rft.engine.vllm_routing import Routing
 from rft.engine.vllm_seeds import Requests
 from rft.engine.weights import Loader
@@ -73,10 +81,6 @@ class Placed(NamedTuple):
 
     layers: Published
     tensors: dict[str, torch.Tensor]  # by published name
-
-
-# relative to a layer's output: far above rounding, far below the error of a wrong part order
-PROVEN = 0.1
 
 
 class WorkerLoader(Loader):
@@ -150,7 +154,9 @@ class WorkerLoader(Loader):
         device = next(self._model.parameters()).device
         dtype = self._worker.model_config.dtype
         seed = manifest.version.step
-        count, error, layer = probe(self._model, placed.layers, device, seed=seed)
+        count, error, layer = probe(
+            self._model, placed.layers, device, seed=seed, sample=sample_of(device)
+        )
         if self._experts is None:
             self._direct = self._straight(dtype) if error < PROVEN else None
             return count, error, layer

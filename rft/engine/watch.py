@@ -84,14 +84,18 @@ class Watch:
         self._without_step = self._without_sign = 0.0
         self._cpu_s: float | None = None  # processor time at the last sign of life
 
-    def look(self) -> str:
-        """Return why the processes count as hung; empty while they do not."""
+    def look(self, *, waits: bool = False) -> str:
+        """Return why the processes count as hung; empty while they do not.
+
+        `waits`: their only work waits for other processes under a deadline of its own, so to do
+        nothing is no sign of a hang; to be stopped is.
+        """
         now = self._clock()
         passed, self._looked = min(now - self._looked, 2 * self.interval_s), now
         self._without_step += passed
         self._without_sign += passed
         current = self._usage()
-        if current is None or self._alive(current):
+        if current is None or (waits and not current.stopped) or self._alive(current):
             self._without_sign = 0.0
             self._cpu_s = None if current is None else current.cpu_s
         if self._stall_s is not None and self._without_sign >= self._stall_s:

@@ -206,7 +206,7 @@ def _chosen(
     config: Mapping[str, Any], layout: AskedLayout, plan: Plan, whose: str, problems: Problems
 ) -> Choice | None:
     try:
-        choice = choose(config, layout, device=plan.learner.device)
+        choice = choose(config, layout)
     except ConfigError as e:
         problems.add_errors(e)
         return None

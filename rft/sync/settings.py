@@ -90,8 +90,9 @@ class SyncConfig(Section):
     sync_method: SyncMethod = safe_key(
         "memory",
         "memory: through an anonymous memory file of the node; checkpoint: through a file in the "
-        "run folder; nccl: broadcast from the trainer to all engines, over NCCL between GPUs and "
-        "over gloo where the trainer or the engines have none; pkg.module:Name or "
+        "run folder; nccl: broadcast from the trainer's host memory to that of all engine workers, "
+        "over NCCL between GPUs and over gloo where the trainer or the engines have none: slower "
+        "than memory on one node; pkg.module:Name or "
         "path/file.py:Name: your own transport.",
     )
     sync_interval: units.TrainSteps = safe_key(

@@ -1,10 +1,10 @@
 """Choose a row layout that computes a model exactly, from its configuration.  Torch-free.
 
 A micro-batch holds its rows as a prefix tree (shared), one after another (packed), or one per line
-(padded).  In the first two only attention separates rows: any other layer that reads earlier
-positions would carry state from one row into the next, unless its kernels take the rows' ends, as
-they do on GPUs.  Depends on the configuration keys of transformers.  Invariant: an unproven layer
-type is never packed or shared.
+(padded).  In the first two, attention separates rows; of the other layers that read earlier
+positions, those with state compute each packed row by itself (`rft.trainer.model.state_layers`).
+Depends on the configuration keys of transformers.  Invariant: an unproven layer type is never
+packed or shared.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ KEY = "trainer.row_layout"
 _STATE = frozenset(
     {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding"}
 )
-_CARRIED = "carries state over row boundaries"
+_CARRIED = "carries state, so it computes packed rows one by one"
 _SPARSE = "chooses positions by an index over the whole input"
 _MASK = "sees a window of positions by a mask of its own"
-PADDED_ONLY: dict[str, str] = {  # layer type: reason for padded rows
+NOT_SHARED: dict[str, str] = {  # layer type: reason against shared rows
     "window_attention": _MASK,
     "local": _MASK,
     "biased attention": "takes its bias from the place in the input",
@@ -90,19 +90,16 @@ class Choice:
     reason: str
 
 
-def choose(
-    config: Mapping[str, Any], requested: AskedLayout = "auto", *, device: str = "cpu"
-) -> Choice:
+def choose(config: Mapping[str, Any], requested: AskedLayout = "auto") -> Choice:
     """Choose the layout for the model of `config` (config.json).
 
-    "auto": the first of shared, packed, padded that every layer allows.  Layers with state are
-    packed on GPUs, where their kernels may take the rows' ends; the proof runs when the model is
-    loaded.  Raises ConfigError for unknown layer types and for a requested layout that is not exact.
+    "auto": the first of shared, packed, padded that every layer allows; layers with state allow
+    packed.  Raises ConfigError for unknown layer types and for a requested layout that is not exact.
     """
     if requested == "padded":
         return Choice("padded", "asked for; padded rows are exact for every layer type")
     types = layer_types(config)
-    if unknown := [t for t in types if t not in PADDED_ONLY and t not in EXACT]:
+    if unknown := [t for t in types if t not in NOT_SHARED and t not in EXACT]:
         raise ConfigError(
             f"the model has layers of type {unknown[0]}, which are not proven in "
             f"{'shared or packed' if requested == 'auto' else requested} "
@@ -110,24 +107,19 @@ def choose(
             key=KEY,
             given=requested,
         )
-    bad = [t for t in types if t in PADDED_ONLY]
-    reset = device == "cuda" and _STATE.issuperset(bad)
-    if bad and requested != "auto" and not (reset and requested == "packed"):
+    bad = [t for t in types if t in NOT_SHARED]
+    packable = _STATE.issuperset(bad)
+    allowed = "auto, packed or padded" if packable else "auto or padded"
+    if bad and requested != "auto" and not (packable and requested == "packed"):
         raise ConfigError(
-            f"{bad[0]} {PADDED_ONLY[bad[0]]}.  Write auto or padded", key=KEY, given=requested
+            f"{bad[0]} {NOT_SHARED[bad[0]]}.  Write {allowed}", key=KEY, given=requested
         )
     if not bad:
         return Choice(
             "shared" if requested == "auto" else requested, f"every layer is {' or '.join(types)}"
         )
-    reason = "; ".join(f"{t} {PADDED_ONLY[t]}" for t in bad)
-    if reset:
-        return Choice(
-            "packed",
-            f"{reason}, unless its kernels are told where rows end, which is proven when the model is "
-            f"loaded",
-        )
-    return Choice("padded", reason)
+    reason = "; ".join(f"{t} {NOT_SHARED[t]}" for t in bad)
+    return Choice("packed" if packable else "padded", reason)
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
@@ -136,11 +128,6 @@ def layer_types(config: Mapping[str, Any]) -> list[str]:
     """
     c = text_config(config)
     return list(dict.fromkeys([*_listed(c), *_attention(c)]))
-
-
-def carries_state(config: Mapping[str, Any]) -> bool:
-    """Return whether the model of `config` has layers whose kernels need the ends of packed rows."""
-    return not _STATE.isdisjoint(layer_types(config))
 
 
 # model type with an image tower: vLLM's class of its language model

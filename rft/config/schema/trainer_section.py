@@ -195,7 +195,8 @@ class TrainerConfig(Section):
         "How the rows of a micro-batch are laid out.  shared: one after the other, common prefixes "
         "computed once; packed: one after the "
         "other; padded: each padded to the longest.  auto: the first of these that is exact for "
-        "every layer type of the model.  Each is "
+        "every layer type of the model; linear attention, Mamba and short convolutions are packed.  "
+        "Each is "
         "compared with plain rows of transformers when the model is loaded, and a layout that is "
         "not exact is not used.",
     )

@@ -242,6 +242,18 @@ class _Collect(torch.autograd.Function):
         ), None
 
 
+def spread(x: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    """Return the padded queries of all rectangles, [N, ...], from slots x [T, ...]."""
+    out: torch.Tensor = _Spread.apply(x, pieces.queries, pieces.back)
+    return out
+
+
+def collect(x: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    """Return slots [T, F] from the padded queries x [N, F] of all rectangles."""
+    out: torch.Tensor = _Collect.apply(x, pieces.back)
+    return out
+
+
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -283,15 +295,12 @@ def attend(
         s_aux,
     )
     pieces = tree.pieces(window, chunk)
-    spread = _Spread.apply(q, pieces.queries, pieces.back).split(
-        [r.keys.shape[0] * r.height for r in pieces.rectangles]
-    )
+    parts = spread(q, pieces).split([r.keys.shape[0] * r.height for r in pieces.rectangles])
     outs = [
-        _rectangle(r, part, k, v, scores) for r, part in zip(pieces.rectangles, spread, strict=True)
+        _rectangle(r, part, k, v, scores) for r, part in zip(pieces.rectangles, parts, strict=True)
     ]
-    return _Collect.apply(torch.cat(outs), pieces.back).view(
-        1, -1, query.shape[1], value.shape[3]
-    ), None
+    joined = collect(torch.cat(outs), pieces)
+    return joined.view(1, -1, query.shape[1], value.shape[3]), None
 
 
 class RaggedCall(NamedTuple):

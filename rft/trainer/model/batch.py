@@ -47,7 +47,6 @@ class MicroBatch:
     position_ids: torch.Tensor  # same shape; [3, S, W] for images of a model with 3-d positions
     attention_mask: torch.Tensor | None  # bool [S, W]
     tree: Any  # Layout, or the Spread of rft.trainer.model.ulysses; None: padded rows
-    lengths: Sequence[int]  # lengths of packed rows, in order; empty in other layouts
     places: np.ndarray  # int64 [N], flat input position that predicts each trained token
     predict: torch.Tensor  # the same on the device
     targets: torch.Tensor  # int64 [N]
@@ -73,19 +72,6 @@ class MicroBatch:
     def computed(self) -> int:
         """Return how many positions the model computes, including padding."""
         return self.input_ids.numel()
-
-    def ends(self) -> dict[str, torch.Tensor]:
-        """Return the ends of packed rows for kernels of layers with state, by transformers' names."""
-        if not self.lengths:
-            return {}
-        device = self.input_ids.device
-        numbers = np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths)
-        ends = upload(np.cumsum([0, *self.lengths], dtype=np.int32), device)
-        return {
-            "seq_idx": upload(numbers, device)[None],
-            "cu_seq_lens_q": ends,
-            "cu_seq_lens_k": ends,
-        }
 
 
 def make(
@@ -115,7 +101,6 @@ def make(
         position_ids=positions.position_ids,
         attention_mask=positions.attention_mask,
         tree=positions.tree,
-        lengths=positions.lengths,
         places=predict,
         predict=tensor(predict, np.int64),
         targets=tensor(np.concatenate([r.tokens for r in rows])[mask], np.int64),
@@ -149,7 +134,6 @@ class _Positions(NamedTuple):
     position_ids: torch.Tensor
     attention_mask: torch.Tensor | None
     tree: attention.Layout | None
-    lengths: list[int]
     places: Sequence[np.ndarray]
 
 
@@ -160,12 +144,11 @@ def _positions(
     if layout == "padded":
         ids, position_ids, attended = _padded(inputs, device)
         places = [np.arange(len(x)) + i * ids.shape[1] for i, x in enumerate(inputs)]
-        return _Positions(ids, position_ids, attended, None, [], places)
-    packed = layout == "packed"
-    tree = prefix.build(inputs, max_mask=prefix.NOTHING if packed else prefix.MAX_MASK)
+        return _Positions(ids, position_ids, attended, None, places)
+    most = prefix.NOTHING if layout == "packed" else prefix.MAX_MASK
+    tree = prefix.build(inputs, max_mask=most)
     ids, position_ids = (upload(a, device)[None] for a in (tree.tokens & TOKEN, tree.positions))
-    lengths = [len(b.path) for b in tree.branches] if packed else []
-    return _Positions(ids, position_ids, None, attention.Layout(tree, device), lengths, tree.paths)
+    return _Positions(ids, position_ids, None, attention.Layout(tree, device), tree.paths)
 
 
 def _tensor(device: torch.device, values: np.ndarray, dtype: type) -> torch.Tensor:

@@ -38,6 +38,7 @@ from rft.trainer.model import (
 from rft.trainer.model.balance import RouterLogits, probabilities
 from rft.trainer.model.batch import MicroBatch
 from rft.trainer.model.logprobs import token_logprobs, token_statistics
+from rft.trainer.model.state_layers import StateLayers
 from rft.trainer.rows.pack import TrainRow
 from rft.trainer.settings import LearnerSettings
 from rft.types import row_layout
@@ -64,10 +65,8 @@ class Policy(nn.Module):
         self.routers: Routers | None = None
         self.router_logits: RouterLogits | None = None
         self.adapter: lora.Adapter | None = None  # trained instead of the full model
-        self.head, self.state = (
-            row_layout.head(config := lm.config.to_dict()),
-            row_layout.carries_state(config),
-        )
+        self.head = row_layout.head(lm.config.to_dict())
+        self.states = StateLayers(lm)
 
     def forward(
         self,
@@ -135,11 +134,8 @@ class Policy(nn.Module):
 
     def hidden(self, batch: MicroBatch) -> torch.Tensor:
         """Return the last hidden states [N, H] that predict `batch`'s trained tokens."""
-        more = (
-            {}
-            if batch.tree is None
-            else {"tree": batch.tree, **(batch.ends() if self.state else {})}
-        )
+        more = {} if batch.tree is None else {"tree": batch.tree}
+        self.states.begin(batch.tree)
         if self.routers is not None:
             self.routers.prescribe(batch.experts)
         hidden: torch.Tensor
@@ -433,6 +429,8 @@ def _compile(policy: Policy, settings: LearnerSettings) -> None:
             key="trainer.use_torch_compile",
             given=True,
         )
+    for mixer in policy.states.mixers:  # its shapes change with every micro-batch
+        mixer.forward = torch.compiler.disable(mixer.forward)
     for block in layers(policy.lm):
         block.compile(dynamic=True)
 

@@ -148,7 +148,7 @@ def _decided(settings: LearnerSettings, path: str, layout: AskedLayout) -> Asked
     config = loading.config_of(
         Path(path), trust_remote_code=settings.trust_remote_code, override=override
     )
-    choice = choose(config.to_dict(), layout, device=settings.device)
+    choice = choose(config.to_dict(), layout)
     if choice.layout == "padded" or attention.exchangeable(config):
         return choice.layout
     if layout == "auto":
@@ -417,6 +417,7 @@ def _plainly(model: Policy, settings: LearnerSettings) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     trained_with = model.lm.config._attn_implementation
     model.eval()
+    model.states.begin(None)
     attention.switch(model.lm, policies.plain_attention(model.lm, settings))
     try:
         yield

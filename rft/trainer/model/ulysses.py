@@ -97,7 +97,6 @@ class SequenceGroup:
             input_ids=ids,
             position_ids=positions,
             tree=Spread(batch.tree, length, self.group, self.size),
-            lengths=(),
             predict=predict,
             targets=batch.targets[some],
             temperatures=None if batch.temperatures is None else batch.temperatures[some],

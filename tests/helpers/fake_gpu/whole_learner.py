@@ -83,7 +83,10 @@ CASES: dict[str, Case] = {
             "cohere",
         )
     },
-    "qwen3_5_text": case("qwen3_5_text", row_layout="padded"),
+    **{
+        family: case(family, row_layout="packed")
+        for family in ("qwen3_5_text", "nemotron_h", "granitemoehybrid", "lfm2")
+    },
 }
 
 

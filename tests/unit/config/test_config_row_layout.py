@@ -42,15 +42,17 @@ def layout(report: Report) -> str:
     return report.plan.learner.row_layout
 
 
-def test_layers_that_are_not_proven_are_padded_with_a_notice(model: Path) -> None:
+def test_layers_that_are_not_shared_are_packed_or_padded_with_a_notice(model: Path) -> None:
     plain = run(model, {})
     assert layout(plain) == "auto" and plain.model["row_layout"] == "shared"
     assert plain.model["row_layout_why"] == "every layer is full_attention"
     hybrid = run(model, {"layer_types": ["linear_attention", "full_attention"]})
-    assert layout(hybrid) == "padded" == hybrid.model["row_layout"]
-    assert hybrid.plan is not None and hybrid.plan.learner.critic.row_layout == "padded"
+    assert layout(hybrid) == "auto" and hybrid.model["row_layout"] == "packed"
     (note,) = [n for n in hybrid.notes if "row_layout" in n]
-    assert note.endswith("linear_attention carries state over row boundaries")
+    assert note.endswith("linear_attention carries state, so it computes packed rows one by one")
+    indexed = run(model, {"layer_types": ["indexed_attention", "full_attention"]})
+    assert layout(indexed) == "padded" == indexed.model["row_layout"]
+    assert indexed.plan is not None and indexed.plan.learner.critic.row_layout == "padded"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ def test_layers_that_are_not_proven_are_padded_with_a_notice(model: Path) -> Non
         (
             {"layer_types": ["conv"]},
             ("trainer.row_layout=shared",),
-            "trainer.row_layout: conv carries state over row boundaries",
+            "trainer.row_layout: conv carries state",
         ),
         (
             {},

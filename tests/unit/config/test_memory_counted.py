@@ -138,9 +138,16 @@ def counted(library: Path, cases: tuple[tuple[Any, ...], ...]) -> list[dict[str,
 
 
 def report(case: tuple[Any, ...], count: dict[str, Any]) -> str:
-    gib = 1 << 30
-    line = f"{count['peak'] / gib:.2f} GiB counted, {count['estimate'] / gib:.2f} estimated"
-    return f"{case}: {line} ({count['estimate'] / count['peak'] - 1:+.1%})"
+    """Return a line of the table in docs/measured/memory.md."""
+    name, layers, engines, ranks, answer, tokens, *overrides = case
+    gpus = ranks if COLOCATE in overrides else ranks + engines
+    words = {CHECKPOINTING: "checkpointing", LORA: "LoRA", KL: "KL", COLOCATE: "colocate"}
+    more = ", ".join(words[o] for o in overrides if o in words) or "–"
+    model = name if layers is None else f"{layers} layers of {name}"
+    sizes = [f"{count[key] / (1 << 30):.2f} GiB" for key in ("peak", "estimate")]
+    over = f"{count['estimate'] / count['peak'] - 1:+.1%}"
+    cells = [model, gpus, ranks, answer, tokens, more, *sizes, over]
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 @needs_compiler

@@ -101,3 +101,47 @@ def test_a_layer_is_probed_in_the_type_of_its_weight(monkeypatch: pytest.MonkeyP
     given = {"gate.weight": {None: model["gate"].weight.detach().bfloat16()}}
     count, error, _ = probe(model, given, torch.device("cpu"), seed=0)
     assert count == 1 and error < 1e-6
+
+
+class Merged(nn.Linear):
+    """As vLLM's layers of two published weights of 40 and 20 outputs."""
+
+    input_size = 8
+    params_dtype = torch.float32
+
+    def __init__(self) -> None:
+        super().__init__(8, 60)
+        self.quant_method = SimpleNamespace(apply=lambda layer, x, bias: layer(x))
+
+
+@pytest.mark.filterwarnings("ignore")  # of what vLLM imports
+@pytest.mark.parametrize("sample", [None, 16])
+def test_a_sample_of_outputs_finds_a_wrong_part(
+    sample: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs, where a probe compares some outputs of every published weight."""
+    model = nn.ModuleDict({"up": Merged()})
+    monkeypatch.setattr(vllm_layout, "probed_modules", lambda model: [("up", model["up"])])
+    monkeypatch.setattr(vllm_layout, "own_parts", lambda module, parts: list(parts.values()))
+    sent: list[int] = []
+    taken = vllm_layout._taken
+
+    def counted(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        sent.append(len(rows))
+        return taken(weight, rows)
+
+    monkeypatch.setattr(vllm_layout, "_taken", counted)
+    parts: dict[str, dict[Any, torch.Tensor]] = {
+        kind: dict(enumerate(getattr(model["up"], kind).detach().clone().split([40, 20])))
+        for kind in ("weight", "bias")
+    }
+    given = {f"up.{kind}": values for kind, values in parts.items()}
+    for seed in range(5):
+        count, error, _ = probe(model, given, torch.device("cpu"), seed=seed, sample=sample)
+        assert count == 1 and error < 1e-6
+    assert set(sent) == ({40, 20} if sample is None else {16})
+    parts["weight"][1] += 0.5
+    for seed in range(5):
+        assert probe(model, given, torch.device("cpu"), seed=seed, sample=sample)[1] > 0.05
+    assert vllm_layout.sample_of(torch.device("cpu")) is None
+    assert vllm_layout.sample_of(torch.device("cuda")) == vllm_layout.SAMPLE

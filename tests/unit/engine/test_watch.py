@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from rft.engine import vllm
+from rft.engine.settings import EngineSettings
+from rft.engine.vllm_stats import Stats
 from rft.engine.watch import Usage, Watch, usage
+from rft.errors import EngineFailed, EngineStalled
+from rft.types.ids import Version
+from rft.types.ports import Broadcast, WeightManifest
 
 
 class World:
@@ -84,6 +93,22 @@ def test_a_step_that_never_ends_is_found_too() -> None:
     assert 60.0 <= after <= 64.0 and "no step" in why
 
 
+def test_waiting_for_others_is_no_hang_and_being_stopped_is() -> None:
+    world = World()
+    looks = int(100 / world.watch.interval_s)
+    for _ in range(looks):
+        world.now += world.watch.interval_s
+        assert world.watch.look(waits=True) == ""
+    assert world.passes(100.0)[0] <= 14.0
+    world = World()
+    world.used = Usage(5.0, stopped=True)
+    reasons = []
+    for _ in range(looks):
+        world.now += world.watch.interval_s
+        reasons.append(world.watch.look(waits=True))
+    assert "is stopped" in reasons[-1]
+
+
 def test_without_limits_nothing_counts() -> None:
     assert World(None, 1e9).passes(5000.0)[1] == ""
     assert World(10.0, None).passes(5000.0, share=1.0)[1] == ""
@@ -99,6 +124,60 @@ def test_time_in_which_the_watcher_slept_does_not_count() -> None:
     world = World()
     world.now += 3600.0  # a suspended machine
     assert world.watch.look() == ""
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+async def test_an_engine_in_a_broadcast_waits_for_the_others(
+    broadcast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that waits in the meeting uses no processor; another engine may pin its buffer for
+    longer than the stall limit.
+    """
+    looks = 0
+    enough = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def idle(*_: Any) -> Usage:
+        nonlocal looks
+        looks += 1
+        if looks == 20:  # four times the limit
+            loop.call_soon_threadsafe(enough.set)
+        return Usage(5.0)
+
+    async def meeting(*_: Any, **__: Any) -> list[bytes]:
+        await enough.wait()
+        raise RuntimeError("everyone came")
+
+    async def fits(self: Any, manifest: WeightManifest) -> None: ...
+
+    monkeypatch.setattr(vllm, "usage", idle)
+    monkeypatch.setattr(vllm.VllmEngine, "check_load", fits)
+    engine = vllm.VllmEngine.__new__(vllm.VllmEngine)
+    settings = EngineSettings(stall_timeout_s=0.05, step_timeout_s=None)
+    chat: Any = SimpleNamespace(tokenizer=None)
+    vllm._VllmCalls.__init__(engine, settings, chat, Stats(), [])
+    engine._asleep = set()
+    engine._llm = SimpleNamespace(collective_rpc=meeting)
+    to_all = Broadcast(
+        host="127.0.0.1",
+        port=1,
+        token="t",
+        backend="gloo",
+        bucket_bytes=None,
+        overlap=False,
+        timeout_s=60.0,
+    )
+    manifest = WeightManifest(
+        version=Version(1, 1),
+        transport="nccl" if broadcast else "memory",
+        path="",
+        tensors=(),
+        broadcast=to_all if broadcast else None,
+    )
+    with pytest.raises(EngineFailed if broadcast else EngineStalled):
+        await engine.load(manifest)
+    engine._watching.cancel()
+    assert (looks >= 20) == broadcast
 
 
 def test_a_real_process_that_is_stopped_and_goes_on() -> None:

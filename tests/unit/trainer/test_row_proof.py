@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from rft.errors import ConfigError, RunFailed, SetupError
 from rft.trainer.loop.learner import Learner
-from rft.trainer.model import attention, layer_copy, row_proof
+from rft.trainer.model import attention, batch, layer_copy, row_proof, state_layers
 from rft.trainer.model import policy as policies
 from rft.trainer.model.policy import Policy
 from rft.trainer.rows.pack import TrainRow
 from rft.trainer.settings import CriticSettings, LearnerSettings
-from rft.types.row_layout import Choice, choose
+from rft.types.row_layout import Choice
 from tests.helpers import families
 
 Settings = Callable[..., LearnerSettings]
@@ -32,9 +32,8 @@ MakeRow = Callable[..., TrainRow]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 LAYOUTS = {
-    "lfm2": "padded",  # short convolutions
-    "qwen3_5_text": "padded",  # linear attention
-    "jamba": "padded",  # Mamba
+    # short convolutions, linear attention, Mamba
+    **dict.fromkeys(("lfm2", "qwen3_5_text", "nemotron_h", "granitemoehybrid", "jamba"), "packed"),
     "mistral": "shared",  # sliding windows
     "gemma2": "shared",  # soft caps of scores and of logits
     "gpt_oss": "shared",  # sinks, and no sdpa
@@ -280,8 +279,55 @@ def _believe(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         row_proof,
         "choose",
-        lambda config, asked, device: Choice(layout if asked == "auto" else asked, "no reason"),
+        lambda config, asked: Choice(layout if asked == "auto" else asked, "no reason"),
     )  # type: ignore[arg-type]
+
+
+HYBRIDS = (
+    "qwen3_5_text",
+    "qwen3_next",
+    "olmo_hybrid",
+    "nemotron_h",
+    "granitemoehybrid",
+    "bamba",
+    "zamba2",
+    "falcon_h1",
+    "jamba",
+    "lfm2",
+    "minimax",
+)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_packed_rows_of_hybrids_have_the_gradients_of_rows_alone(
+    family: str, tmp_path: Path, settings: Settings, group_of_rows: list[TrainRow]
+) -> None:
+    """Against autograd through transformers' own forward, row by row; with recomputed activations."""
+    from transformers import AutoModelForCausalLM
+
+    folder = families.make(family, tmp_path / family)
+    learner = Learner(settings(model_path=str(folder), gradient_checkpointing=True))
+    assert learner.settings.row_layout == "packed"
+    assert apart(learner, group_of_rows) <= 1e-5
+    micro = batch.make(group_of_rows, layout="packed", device=torch.device("cpu"))
+    logprobs = learner.policy(micro)[0]
+    weights = torch.linspace(-1, 1, len(logprobs))
+    (logprobs * weights).sum().backward()
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    done = 0
+    for row in group_of_rows:
+        out = learner.policy.read(
+            plain(input_ids=torch.from_numpy(row.tokens)[None].long(), use_cache=False).logits[0],
+            row,
+        )
+        (out * weights[done : done + len(out)]).sum().backward()
+        done += len(out)
+    mine = learner.policy.names()
+    right = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert right.keys() <= mine.keys()
+    norm = torch.stack([g.norm() for g in right.values()]).norm()
+    apart_by = [(mine[n].grad - g).norm() for n, g in right.items()]  # type: ignore[operator]
+    assert torch.stack(apart_by).norm() <= 1e-5 * norm
 
 
 @pytest.mark.parametrize("layout", ["shared", "packed"])
@@ -295,6 +341,8 @@ def test_a_layout_that_is_not_exact_is_left(
 ) -> None:
     folder = str(families.make("lfm2", tmp_path / "model"))
     _believe(layout, monkeypatch)
+    # its convolutions are computed over the rows' ends
+    monkeypatch.setattr(state_layers, "_carries_state", lambda module: False)
     learner = Learner(settings(model_path=folder))
     assert learner.settings.row_layout == "padded"
     assert f"{layout} rows are not used, and rows are p" in caplog.text
@@ -460,7 +508,7 @@ def test_the_critic_is_proven_too(
     _believe("shared", monkeypatch)
     learner = Learner(settings(algorithm=ppo, critic=CriticSettings(model_path=hybrid)))
     assert (
-        learner.settings.row_layout == "shared" and learner.settings.critic.row_layout == "padded"
+        learner.settings.row_layout == "shared" and learner.settings.critic.row_layout == "packed"
     )
 
 
@@ -501,44 +549,6 @@ def test_a_window_longer_than_the_compared_rows_is_proven_too(
     )
     monkeypatch.setattr(attention, "_reach", lambda module, window: (None, None))
     assert Learner(settings(model_path=folder)).settings.row_layout == "padded"
-
-
-def test_layers_with_state_are_told_where_packed_rows_end(
-    tmp_path: Path,
-    settings: Settings,
-    group_of_rows: list[TrainRow],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As on GPUs, where kernels reset a convolution by `seq_idx`; here one in plain torch stands
-    in.
-    """
-    from transformers.models.lfm2 import modeling_lfm2
-
-    folder = str(families.make("lfm2", tmp_path / "model"))
-    monkeypatch.setattr(
-        row_proof, "choose", lambda config, asked, device: choose(config, asked, device="cuda")
-    )
-    without = Learner(settings(model_path=folder))
-    assert without.settings.row_layout == "padded"
-
-    class Resetting:
-        def __init__(self, plain: Any) -> None:
-            self.plain = plain
-
-        def __call__(
-            self, x: torch.Tensor, *given: Any, seq_idx: torch.Tensor | None = None, **more: Any
-        ) -> torch.Tensor:
-            if seq_idx is None:
-                return self.plain(x, *given, **more)
-            rows = x.split(seq_idx[0].bincount().tolist(), dim=-1)
-            return torch.cat([self.plain(row, *given, **more) for row in rows], -1)
-
-    monkeypatch.setattr(
-        modeling_lfm2, "causal_conv1d_fn", Resetting(modeling_lfm2.causal_conv1d_fn)
-    )
-    learner = Learner(settings(model_path=folder))
-    assert learner.settings.row_layout == "packed"
-    assert apart(learner, group_of_rows) <= 1e-5
 
 
 def test_the_first_batch_is_compared(settings: Settings, group_of_rows: list[TrainRow]) -> None:
