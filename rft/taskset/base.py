@@ -267,7 +267,7 @@ class Taskset:
             else (fmt.image_key, "images" if fmt.preset == "verl" else "")
         )
         rows = itertools.islice(self._rows, self._length)
-        if key != usual and all(lookup(row, key) is ABSENT for row in rows):
+        if key not in ("", usual) and all(lookup(row, key) is ABSENT for row in rows):
             raise _missing(self.settings, "no row has it", which, key, self._rows[0])
 
     def _skip(self, unreadable: Sequence[ConfigError]) -> Skipped | None:
