@@ -146,7 +146,7 @@ def limit_prompts(
                 **engine.chat_template_kwargs,
                 **settings.format.chat_template_args,
             },
-            weights_path=engine.model_path,
+            weights_path=engine.model_path if engine.tokenizer_path else None,
             image_processor_args=engine.image_processor_args,
         )
         return replace(settings, prompt_limit=limit)
