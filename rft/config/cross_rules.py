@@ -6,6 +6,7 @@ Each reports what contradicts itself, or returns the value that both sections de
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from rft.config.context import Context
@@ -18,6 +19,7 @@ from rft.sync.settings import (
     SynchronizerConfig,
     TrainerDrivenSync,
 )
+from rft.taskset.settings import TasksetSettings
 
 _WITH_OFFSET = "sync_style fixed and explorer_driven"
 
@@ -62,6 +64,26 @@ def memory_transport_needs_one_node(ctx: Context) -> None:
             "synchronizer.sync_method",
             f"memory works inside one node, and node_num is {nodes}; use nccl or checkpoint",
         )
+
+
+def images_need_engine_and_rows(
+    ctx: Context, tasksets: Sequence[TasksetSettings], engine_type: str
+) -> None:
+    """Images are shown by one engine, and their rows are not shared by ranks."""
+    ranks = ctx.config.trainer.ulysses_sequence_parallel_size
+    for key in (f"{t.key}.format.image_key" for t in tasksets if t.format.image_key):
+        if engine_type != "transformers":
+            ctx.error(
+                key,
+                f"images are offered with explorer.rollout_model.engine_type: transformers, not with "
+                f"{engine_type}; write that, or leave it out",
+            )
+        if ranks > 1:
+            ctx.error(
+                key,
+                f"rows with images are padded, which {ranks} ranks cannot share; set "
+                f"trainer.ulysses_sequence_parallel_size to 1",
+            )
 
 
 def service_is_trainer_driven(ctx: Context, config: SynchronizerConfig) -> SynchronizerConfig:

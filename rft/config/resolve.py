@@ -127,6 +127,7 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
     plan_trainer.deterministic(ctx, work.train)
     schedule = plan_schedule.schedule(ctx, work.counted, work.rows)
     cross_rules.memory_transport_needs_one_node(ctx)
+    cross_rules.images_need_engine_and_rows(ctx, (*train, *evals), engines[0].engine_type)
     _unread_buffers(ctx, work)
     return filled(
         Plan,

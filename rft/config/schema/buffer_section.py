@@ -72,6 +72,11 @@ class TaskFormatConfig(FormatConfig):
         "in `prompt`, the gold answer in "
         "`reward_model.ground_truth`, the reward chosen by `data_source` unless one is named.",
     )
+    image_key: str = key(
+        FormatSettings.image_key,
+        "Column of the images: files, paths, data URLs, or a list of them, for models that read images "
+        "on engine_type transformers; empty: none.",
+    )
     workflow_key: str = key("", "Column that names the row's workflow; empty: none.")
     reward_fn_key: str = key(
         "",

@@ -80,7 +80,6 @@ def test_a_key_without_meaning_is_one_warning(pattern: str) -> None:
         ("model.tinker", None),
         ("explorer.rollout_model.enable_expert_parallel", False),
         ("explorer.rollout_model.enable_multimodal", False),
-        ("buffer.explorer_input.taskset.format.image_key", None),
         ("trainer.trainer_config_path", ""),
     ],
 )

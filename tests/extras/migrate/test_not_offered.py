@@ -22,7 +22,7 @@ def test_advice_is_for_keys_that_do_not_exist(pattern: str) -> None:
 @pytest.mark.parametrize(
     ("key", "expected"),
     [
-        ("buffer.explorer_input.tasksets[0].format.image_key", "multimodal inputs are not offered"),
+        ("buffer.explorer_input.tasksets[0].format.video_key", "multimodal inputs are not offered"),
         ("buffer.explorer_input.tasksets[0].format.promt_key", ""),
         (
             "buffer.trainer_input.auxiliary_buffers.x.format.video_key",
