@@ -292,6 +292,24 @@ def test_unknown_part_is_left_to_the_second_stage_where_plugins_may_define_it() 
         plan("algorithm.policy_loss_fn=mine")
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("explorer.rollout_model.engine_type=vllm", "engine_type: transformers, not with vllm"),
+        ("trainer.ulysses_sequence_parallel_size=2", "which 2 ranks cannot share"),
+    ],
+)
+def test_images_need_an_engine_and_rows_of_their_own(override: str, message: str) -> None:
+    fits = (
+        f"{IN}.taskset.format.image_key=images",
+        "explorer.rollout_model.engine_type=transformers",
+        "trainer.world_size=2",
+    )
+    assert plan(*fits).explorer.tasksets[0].format.image_key == "images"
+    with pytest.raises(ConfigError, match=message):
+        plan(*fits, override)
+
+
 def test_same_input_same_plan() -> None:
     assert plan(file="full.yaml") == plan(file="full.yaml")
 
