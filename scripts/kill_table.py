@@ -53,6 +53,7 @@ START_S = 300.0
 POLL_S = 0.01
 HELD_S = 25.0  # longer than the limits within which what is stopped counts as hung
 STOPPED_COMMAND_S = 20.0  # a command that is stopped cannot act; it goes on when it is continued
+ENDED = "ended before"
 AGENTS = ("Ray's dashboard agent", "Ray's runtime-env agent")
 PROCESSES = (
     "command",
@@ -105,8 +106,8 @@ class Cell:
 
     @property
     def good(self) -> bool:
-        mute = self.process == "command" or self.outcome == "goes on"
-        ends = self.outcome in ("goes on", "exit 0", "exit 4") or (
+        mute = self.process == "command" or self.outcome in ("goes on", ENDED)
+        ends = self.outcome in ("goes on", "exit 0", "exit 4", ENDED) or (
             self.process == "command" and self.outcome == "exit -9"
         )
         fine = self.balanced and self.again == 0 and not self.left
@@ -122,7 +123,7 @@ class Cell:
             "yes"
             if self.named
             else "–"
-            if self.process == "command" or self.outcome in ("goes on", "exit 0")
+            if self.process == "command" or self.outcome in ("goes on", "exit 0", ENDED)
             else "no"
         )
         counts = (
@@ -240,8 +241,12 @@ def play(cell: Cell, model: Path, root: Path) -> None:
         *arguments, env={"RFT_FAULT": POINTS[cell.phase]} if cell.phase in POINTS else {}
     )
     try:
+        victim = None
+        if cell.phase == "end":  # a process may end before the others
+            run.wait_for("step 2/", START_S)
+            victim = find(cell.process, run)
         release = reach(cell, run, root)
-        victim = find(cell.process, run)
+        victim = victim or find(cell.process, run)
         hold(root, "copy")
         victim.send_signal(signal.Signals[f"SIG{cell.action}"])
         struck = time.monotonic()
@@ -250,6 +255,8 @@ def play(cell: Cell, model: Path, root: Path) -> None:
         follow(cell, run, root, victim, struck, lines)
     except AssertionError as e:
         cell.outcome = f"phase not reached: {e}"[:2000]
+    except psutil.NoSuchProcess:
+        cell.outcome = ENDED if run.end(START_S) == 0 else "ends with an error"
     finally:
         stop(run)
         let_go(root)
@@ -283,7 +290,7 @@ def reach(cell: Cell, run: runs.Run, root: Path) -> Callable[[psutil.Process], N
         until(hold(root, HELD[cell.phase]).with_suffix(".held").exists, run)
         return lambda _: None
     if cell.phase in POINTS:
-        run.wait_for("step 2/", START_S)
+        run.wait_for("step 1/", START_S)
         trainer = find("trainer", run)
         until(lambda: trainer.status() == psutil.STATUS_STOPPED, run)
         return lambda victim: trainer.send_signal(signal.SIGCONT) if victim != trainer else None
@@ -308,8 +315,14 @@ def let_go(root: Path) -> None:
 
 
 def find(name: str, run: runs.Run) -> psutil.Process:
-    until(lambda: name in runs.family(run.process.pid), run)
-    return runs.family(run.process.pid)[name]
+    found: list[psutil.Process] = []
+
+    def seen() -> bool:
+        found.extend(p for n, p in runs.family(run.process.pid).items() if n == name)
+        return bool(found)
+
+    until(seen, run)
+    return found[0]
 
 
 def until(reached: Callable[[], bool], run: runs.Run) -> None:

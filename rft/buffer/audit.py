@@ -27,6 +27,7 @@ from rft.buffer.derived_state import (
     states,
     strays,
 )
+from rft.buffer.image_files import problems as image_problems
 from rft.buffer.location import Location, connect, find
 from rft.buffer.mixing import MixedCounts
 from rft.buffer.schema import FORMAT, experiences, groups, leases, lineages, meta, uses
@@ -120,7 +121,7 @@ def _audit(
         discarded["not_durable"] = audit.available
         available = leased = 0
     elif payload:
-        problems += _read_back(tx, storage, now)
+        problems += [*_read_back(tx, storage, now), *image_problems(tx, storage)]
     return msgspec.structs.replace(
         audit,
         leased=leased,

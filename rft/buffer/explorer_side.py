@@ -19,9 +19,10 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, and_, delete, func, insert, select
 
-from rft.buffer import session_rows
+from rft.buffer import image_files, session_rows
 from rft.buffer.core import BufferCore
 from rft.buffer.intake import IncomingGroup, batch_of, parse_group
+from rft.buffer.ledger import Ledger
 from rft.buffer.row_selectors import ClosedBatch, WaitingGroup
 from rft.buffer.schema import (
     ask,
@@ -38,7 +39,7 @@ from rft.buffer.schema import (
 from rft.errors import BufferFailed, ConfigError, Fenced, FrameRejected, IdConflict
 from rft.fault_injection import fault
 from rft.types.credit import ScoredRow, run_rewards
-from rft.types.ports import AppendResult, StoredGroup, TaskOutcome
+from rft.types.ports import NO_IMAGES, AppendResult, StoredGroup, TaskOutcome
 from rft.worker.waiting import idles
 
 _GROUP_COMMIT = 64  # appends per transaction, at most
@@ -57,6 +58,11 @@ class Offer(msgspec.Struct):
     reason: str
     explorer: int
     sessions: tuple[str, ...] = ()  # served sessions of these runs, in run order
+    images: Mapping[str, bytes] = NO_IMAGES
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.frame) + sum(map(len, self.images.values()))
 
 
 class Stored(msgspec.Struct):
@@ -83,18 +89,21 @@ class ExplorerSide(BufferCore):
         accepted: bool,
         reason: str = "",
         sessions: tuple[str, ...] = (),
+        images: Mapping[str, bytes] = NO_IMAGES,
         explorer: int = 0,
     ) -> AppendResult:
-        """Store one group; an accepted one waits while the buffer is full.
+        """Store one group and the files of its images; an accepted one waits while the buffer is
+        full.
 
         Raises IdConflict, Fenced, FrameRejected (counted by reason).
         """
         self._check_explorer(explorer)
         self._check_open()
+        offer = Offer(lineage, frame, accepted, reason, explorer, sessions, images)
         if accepted:
-            await self._admit(lineage, frame, explorer)
+            await self._admit(offer)
         answer: asyncio.Future[AppendResult] = asyncio.get_running_loop().create_future()
-        self._offers.append((Offer(lineage, frame, accepted, reason, explorer, sessions), answer))
+        self._offers.append((offer, answer))
         if self._flusher is None or self._flusher.done():
             self._flusher = asyncio.create_task(self._flush(), name="buffer-append")
         return await answer
@@ -199,7 +208,7 @@ class ExplorerSide(BufferCore):
             if isinstance(answer, Stored) and answer.key is not None:
                 order.add(answer.key, answer.group)
             if offer.accepted:
-                self._limiter.settle(len(offer.frame))
+                self._limiter.settle(offer.num_bytes)
             if future.done():  # the caller was cancelled; the group stays stored
                 continue
             if isinstance(answer, Stored):
@@ -234,11 +243,7 @@ class ExplorerSide(BufferCore):
             for i, (offer, x) in enumerate(zip(offers, answers, strict=True)):
                 if isinstance(x, IncomingGroup) and not session_rows.all_wait(tx, offer.sessions):
                     answers[i] = FrameRejected(f"session_over: a session of group {x.id} has ended")
-            new = [x for x in answers if isinstance(x, IncomingGroup)]
-            ledger.storage.drop(ledger.garbage, tx)
-            ledger.garbage = locators = (
-                ledger.storage.put([x.frame for x in new], tx) if new else []
-            )
+            new, locators = self._put(tx, answers)
             put_many(tx, groups, [x.header(at) for x, at in zip(new, locators, strict=True)])
             put_many(tx, experiences, [row for x in new for row in x.rows])
             put_many(tx, texts, [row for x in new for row in x.texts])
@@ -250,7 +255,7 @@ class ExplorerSide(BufferCore):
             return answers, locators
 
         answers, locators = ledger.run(
-            work, size=sum(len(x.frame) for x in ready if isinstance(x, IncomingGroup))
+            work, size=sum(x.num_bytes for x in ready if isinstance(x, IncomingGroup))
         )
         ledger.garbage = []
         fault("buffer.append.after")
@@ -272,6 +277,7 @@ class ExplorerSide(BufferCore):
                 writers,
                 accepted=offer.accepted,
                 reason=offer.reason,
+                images=offer.images,
             )
             if intake.numbers.explorer != offer.explorer:
                 raise FrameRejected(
@@ -298,6 +304,44 @@ class ExplorerSide(BufferCore):
         stored_hashes[name] = content
         return x
 
+    def _put(
+        self, tx: Connection, answers: list[IncomingGroup | Stored | BufferFailed]
+    ) -> tuple[list[IncomingGroup], list[str]]:
+        """Store the payload of new groups; return these groups and a locator for each."""
+        ledger = self._ledger
+        files = self._new_images(tx, answers)
+        new = [x for x in answers if isinstance(x, IncomingGroup)]
+        ledger.storage.drop(ledger.garbage, tx)
+        blocks = [*files.values(), *(x.frame for x in new)]
+        ledger.garbage = ledger.storage.put(blocks, tx) if blocks else []
+        if any(x.shown for x in new):
+            ledger.images = True
+            of_files = list(zip(files, ledger.garbage, map(len, files.values()), strict=False))
+            shown = ((name, x.id) for x in new if _outlives_append(x, ledger) for name in x.shown)
+            image_files.note(tx, of_files, shown)
+        return new, ledger.garbage[len(files) :]
+
+    def _new_images(
+        self, tx: Connection, answers: list[IncomingGroup | Stored | BufferFailed]
+    ) -> dict[str, bytes]:
+        """Return the files to be stored; a group with an image that nobody has is refused."""
+        groups = [x for x in answers if isinstance(x, IncomingGroup) and x.shown]
+        if not groups:
+            return {}
+        stored = image_files.stored(tx, {name for x in groups for name in x.shown})
+        files: dict[str, bytes] = {}
+        for i, x in enumerate(answers):
+            if not isinstance(x, IncomingGroup):
+                continue
+            if absent := x.shown - stored - x.images.keys():
+                answers[i] = FrameRejected(
+                    f"missing_image: group {x.id} shows image {min(absent)}, whose file was not "
+                    f"given"
+                )
+            elif _outlives_append(x, self._ledger):
+                files |= {name: x.images[name] for name in sorted(x.shown - stored)}
+        return files
+
     def _count_rejections(self, tx: Connection, answers: Sequence[object]) -> None:
         counts = Counter(str(x).split(":")[0] for x in answers if isinstance(x, FrameRejected))
         counts.update("id_conflict" for x in answers if isinstance(x, IdConflict))
@@ -310,12 +354,13 @@ class ExplorerSide(BufferCore):
             'excluded."count"',
         )
 
-    async def _admit(self, lineage: int, frame: bytes, explorer: int) -> None:
+    async def _admit(self, offer: Offer) -> None:
         """Wait for capacity for a group.  An unreadable frame passes: the ledger refuses and counts it."""
-        if not self._has_room(lineage, None) and (batch := batch_of(frame)) is not None:
-            await self._wait_for_room(lineage, batch, explorer)
+        lineage = offer.lineage
+        if not self._has_room(lineage, None) and (batch := batch_of(offer.frame)) is not None:
+            await self._wait_for_room(lineage, batch, offer.explorer)
             self._check_open()
-        self._limiter.admit(len(frame))
+        self._limiter.admit(offer.num_bytes)
 
     async def _wait_for_room(self, lineage: int, batch: int, explorer: int) -> None:
         with idles(
@@ -337,11 +382,16 @@ class ExplorerSide(BufferCore):
             )
 
 
+def _outlives_append(x: IncomingGroup, ledger: Ledger) -> bool:
+    """Return whether the payload of a group outlives the append."""
+    return ledger.storage.durable or bool(x.waiting)
+
+
 def _stored(x: IncomingGroup, locator: str) -> Stored:
     group = None
     if x.waiting:
         group = WaitingGroup(
-            x.id, *x.key, x.numbers.task, locator, x.waiting, num_bytes=len(x.frame)
+            x.id, *x.key, x.numbers.task, locator, x.waiting, num_bytes=x.num_bytes
         )
     return Stored(AppendResult(appended=len(x.rows), duplicates=0), x.key, group)
 

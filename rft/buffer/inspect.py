@@ -52,6 +52,7 @@ _REJECTED = (
     "SELECT reason, CAST(sum(count) AS BIGINT) FROM rejections GROUP BY reason ORDER BY reason"
 )
 _EDITS = "SELECT count(*) FROM reward_edits"
+_IMAGES = "SELECT CAST(coalesce(sum(num_bytes), 0) AS BIGINT) FROM images"
 _PAYLOAD = "SELECT CAST(coalesce(sum(num_bytes), 0) AS BIGINT) FROM groups"
 
 
@@ -89,6 +90,7 @@ def collect(questions: Questions) -> dict[str, Any]:
                     if (num_bytes := tx.exec_driver_sql(_KEPT).scalar())
                     else {}
                 ),
+                **({"images": files} if (files := tx.exec_driver_sql(_IMAGES).scalar()) else {}),
                 **_sizes(questions, tx),
             },
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
+from hashlib import sha256
 from operator import attrgetter
 from typing import Any
 
@@ -22,6 +23,7 @@ from rft.errors import Fenced, FrameRejected
 from rft.types.block import UNREADABLE, Content, decode_with_contents
 from rft.types.experience import Experience
 from rft.types.ids import MAX_REWARD, GroupId, Version
+from rft.types.ports import NO_IMAGES
 
 Writers = Mapping[int, int]  # lineage -> newest step whose rows are accepted
 MAX_INTEGER = 2**31 - 1  # largest value of the ledger's integer columns
@@ -40,6 +42,12 @@ class IncomingGroup(msgspec.Struct, frozen=True):
     texts: list[tuple[str, str, str]]  # of table texts
     waiting: list[WaitingRow]  # trainable rows, by id
     frame: bytes
+    shown: frozenset[str] = frozenset()  # names of the images in the rows
+    images: Mapping[str, bytes] = NO_IMAGES  # files of them
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.frame) + sum(map(len, self.images.values()))
 
     @property
     def key(self) -> tuple[int, int]:
@@ -75,8 +83,9 @@ def parse_group(
     *,
     accepted: bool,
     reason: str,
+    images: Mapping[str, bytes] = NO_IMAGES,
 ) -> IncomingGroup:
-    """Decode and check a frame.
+    """Decode and check a frame, and the files of its `images`.
 
     Raises FrameRejected("reason: detail") with a fixed set of reasons, which are counted; Fenced
     for another lineage.
@@ -129,7 +138,16 @@ def parse_group(
         texts=texts,
         waiting=sorted(waiting, key=attrgetter("id")),
         frame=frame,
+        shown=frozenset(place.sha256 for row in rows for place in row.images),
+        images=_checked_images(images),
     )
+
+
+def _checked_images(images: Mapping[str, bytes]) -> Mapping[str, bytes]:
+    for name, data in images.items():
+        if sha256(data).hexdigest() != name:
+            raise FrameRejected(f"invalid_image: a file of {len(data)} bytes is not image {name}")
+    return images
 
 
 def batch_of(frame: bytes) -> int | None:

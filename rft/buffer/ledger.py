@@ -31,6 +31,7 @@ from rft.buffer.derived_state import (
     strays,
     waiting_groups,
 )
+from rft.buffer.image_files import any_stored, files_of, keep_only
 from rft.buffer.mixing import MixedCounts
 from rft.buffer.row_selectors import DAMAGED, WaitingGroup, WaitingRow
 from rft.buffer.schema import checkpoints, experiences, groups, lineages, parts, put_many
@@ -61,6 +62,7 @@ class Ledger:
         self.blocks: set[str] = set()
         self.garbage: list[str] = []  # locators without a group; freed with the next append
         self.closed: set[tuple[int, int]] = set()
+        self.images = False  # whether rows may show images
         self.lineage = 0
         self.cursor = 0
         # the last checkpoint's step and counts
@@ -80,6 +82,7 @@ class Ledger:
 
         def work(tx: Connection) -> int:
             prepare(tx, self.settings, self.location)
+            self.images = any_stored(tx)
             return tx.scalar(select(func.max(lineages.c.lineage))) or 0
 
         try:
@@ -124,6 +127,8 @@ class Ledger:
             derive_states(tx, ancestry, s.max_uses, s.resume_rows)
             self._forget_lost(tx)
             waiting = waiting_groups(tx, ancestry, s.max_uses)
+            if not self.storage.durable and self.images:
+                self.garbage += keep_only(tx, [g.id for g in waiting])
             if s.on_damaged_payload == "explain":
                 waiting = [g for g in waiting if not self._given_up(tx, g)]
             orphaned = (
@@ -222,6 +227,7 @@ class Ledger:
         try:
             (block,) = self.storage.get([group.locator], tx)
             verify(group.locator, block, [(r.id, r.position, hashes[r.id]) for r in rows])
+            files_of(tx, self.storage, [group.id] if self.images else [])
         except PayloadDamaged as error:
             return str(error)
         return None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rft.buffer.given_rows import GivenRows
+from rft.buffer.image_files import files_of
 from rft.buffer.ledger import verify
 from rft.buffer.query import Questions, open_run
 from rft.errors import ConfigError, PayloadDamaged
@@ -90,7 +91,10 @@ class ReplayReader(GivenRows):
             rows = [r for r in step_rows if r[4] == locator]
             verify(locator, block, [(r[0], r[2], r[5]) for r in rows])
             chosen.append((block, [r[2] for r in rows], [r[3] for r in rows]))
-        return Lease(step=step, frame=bundle(chosen), groups=tuple(stats))
+        groups = [stat.group for stat in stats]
+        with self._ledger.errors(KEY), self._ledger.reading() as tx:
+            files = files_of(tx, self._ledger.storage, groups)
+        return Lease(step=step, frame=bundle(chosen), images=files, groups=tuple(stats))
 
     def consumed(self, step: int) -> Consumption:
         """Return that run's uses up to `step`, in the order of their ids."""

@@ -41,7 +41,7 @@ from sqlalchemy.schema import SchemaItem
 
 from rft.types.ids import MAX_REWARD
 
-FORMAT = 6  # of the ledger; other formats are refused
+FORMAT = 7  # of the ledger; other formats are refused
 T = TypeVar("T")
 metadata = MetaData()
 # sorts by code points, whatever the database's locale
@@ -208,6 +208,17 @@ reward_edits = _table(  # written by a trigger
     Column("new_reward", Float),
     _all(Float, "edited"),
     Index("ix_reward_edits_experience", "experience"),
+)
+
+# files that rows show, each once
+images = _table(
+    "images", _all(Id, "sha256", key=True), _all(Text, "locator"), _all(Integer, "num_bytes")
+)
+
+image_uses = _table(
+    "image_uses",
+    _all(Id, "sha256", "group_id", key=True),
+    Index("ix_image_uses_group", "group_id"),
 )
 
 payloads = _table("payloads", Column("id", Integer, primary_key=True), _all(LargeBinary, "block"))

@@ -26,6 +26,7 @@ from sqlalchemy import Connection, and_, func, select
 from rft.buffer import schema
 from rft.buffer.core import BufferCore
 from rft.buffer.derived_state import NO_LIMIT, UseCounts, beyond, chain, counted_uses, digest, move
+from rft.buffer.image_files import files_of, release
 from rft.buffer.intake import clean
 from rft.buffer.lease_order import LeaseOrder
 from rft.buffer.ledger import Ledger, note_checkpoint, verify
@@ -106,12 +107,12 @@ class TrainerSide(BufferCore):
         order = self._order
         try:
             try:
-                frame, statistics = await self._leased_rows(lineage, step, choice)
+                frame, images, statistics = await self._leased_rows(lineage, step, choice)
             except PayloadDamaged:
                 if self._settings.on_damaged_payload == "stop":
                     raise
                 await self._drop_damaged(order, request, choice)
-                frame, statistics = await self._leased_rows(lineage, step, choice)
+                frame, images, statistics = await self._leased_rows(lineage, step, choice)
         except BaseException:
             if step in order.leases:
                 order.give_back(step)
@@ -127,6 +128,7 @@ class TrainerSide(BufferCore):
         return Lease(
             step=step,
             frame=frame,
+            images=images,
             groups=statistics,
             available_after=order.num_waiting,
             missing=choice.missing,
@@ -134,19 +136,23 @@ class TrainerSide(BufferCore):
 
     async def _leased_rows(
         self, lineage: int, step: int, choice: Selection
-    ) -> tuple[bytes, tuple[GroupStats, ...]]:
-        """Return the chosen and the mixed-in offline rows as one frame; fix the groups' statistics."""
+    ) -> tuple[bytes, dict[str, bytes], tuple[GroupStats, ...]]:
+        """Return the chosen and the mixed-in offline rows as one frame, and the files of their
+        images; fix the groups' statistics.
+        """
 
-        def work(tx: Connection) -> tuple[bytes, dict[str, list[ScoredRow]]]:
-            chosen, scored = lease_rows(tx, self._ledger, step, choice)
-            return bundle([*chosen, *further]), scored
+        def work(tx: Connection) -> tuple[bytes, dict[str, bytes], dict[str, list[ScoredRow]]]:
+            ledger = self._ledger
+            chosen, scored = lease_rows(tx, ledger, step, choice)
+            names = [group.id for group, _ in choice.picked] if ledger.images else []
+            return bundle([*chosen, *further]), files_of(tx, ledger.storage, names), scored
 
         mixed = [self._mix.block(step)] if self._mix else []
         further = [(block, range(len(rewards)), rewards) for block, rewards in mixed]
-        frame, scored = await self._run_fenced(lineage, work, "buffer.lease")
+        frame, images, scored = await self._run_fenced(lineage, work, "buffer.lease")
         for group, _ in choice.picked:
             group.frozen = group.frozen or _freeze_statistics(group.id, scored[group.id])
-        return frame, tuple(g.frozen for g, _ in choice.picked if g.frozen is not None)
+        return frame, images, tuple(g.frozen for g, _ in choice.picked if g.frozen is not None)
 
     async def use(self, lineage: int, step: int, logprobs: bytes | None = None) -> None:
         """Record that the lease of `step` was trained; idempotent.
@@ -281,8 +287,12 @@ class TrainerSide(BufferCore):
         """Drop the payload of finished groups if only memory holds it."""
         locators = [g.locator for g in over]
 
+        def work(tx: Connection) -> None:
+            files = release(tx, [g.id for g in over]) if self._ledger.images else []
+            self._storage.drop([*locators, *files], tx)
+
         def drop() -> None:
-            self._ledger.run(lambda tx: self._storage.drop(locators, tx))
+            self._ledger.run(work)
             self._ledger.blocks.difference_update(locators)
 
         if over and not self._storage.durable:

@@ -8,6 +8,7 @@ any other error is a bug and ends with a traceback (exit code 4).
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 import traceback
@@ -173,7 +174,9 @@ def _end_check(reason: str) -> None:
 
 
 def _open_streams() -> None:
-    """Open closed standard streams on /dev/null, so that no other file gets their descriptors."""
+    """Open closed standard streams on /dev/null, so that no other file gets their descriptors; write
+    half a character to stdout as its escape.
+    """
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(fd)
@@ -187,6 +190,8 @@ def _open_streams() -> None:
                 name,
                 os.fdopen(fd, mode, closefd=False, encoding="utf-8", errors="backslashreplace"),
             )
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _drop_output() -> None:

@@ -146,6 +146,8 @@ def limit_prompts(
                 **engine.chat_template_kwargs,
                 **settings.format.chat_template_args,
             },
+            weights_path=engine.model_path if engine.tokenizer_path else None,
+            image_processor_args=engine.image_processor_args,
         )
         return replace(settings, prompt_limit=limit)
 

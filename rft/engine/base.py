@@ -17,6 +17,7 @@ from rft.types import modelfiles
 from rft.types.adapter import AdapterSpec
 from rft.types.completion import Completion, TokenScores
 from rft.types.ids import Version
+from rft.types.images import ImagePlace
 from rft.types.metrics import Metric
 from rft.types.ports import GenerateRequest, LoadReport, PausedRequests, ScoreRow, WeightManifest
 
@@ -108,10 +109,15 @@ def check_row(
     return tokens
 
 
-def row_behind(prompt: Sequence[int] | np.ndarray, row: ScoreRow) -> ScoreRow:
-    """Return `row` with the tokens of its prompt, which are not scored."""
+def row_behind(
+    prompt: Sequence[int] | np.ndarray, row: ScoreRow, places: tuple[ImagePlace, ...] = ()
+) -> ScoreRow:
+    """Return `row` with the tokens of its prompt, which are not scored, and their images."""
     tokens = np.concatenate([np.asarray(prompt, np.int32), row.tokens])
-    return replace(row, tokens=tokens, prompt_length=len(prompt), prompt=None)
+    images = () if row.prompt is None else row.prompt.images
+    return replace(
+        row, tokens=tokens, prompt_length=len(prompt), prompt=None, places=places, images=images
+    )
 
 
 def check_prompt(tokens: int, limit: int) -> None:

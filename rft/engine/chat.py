@@ -12,7 +12,7 @@ is tokenised twice, and no message is left out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,9 @@ from rft.engine.base import (
 )
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, SetupError
+from rft.images.processor import ImageProcessor, PreparedImage, ShownImage, Sight
 from rft.types import modelfiles
+from rft.types.images import Image, ImagePlace, names_in
 from rft.types.ports import GenerateRequest
 from rft.types.thoughts import TAIL_TOKENS, opens_thought
 from rft.types.written import Tail, behind_answer, check_written, way_out
@@ -59,6 +61,7 @@ RESERVED = frozenset(
         "truncation",
     }
 )
+Images = Sequence[Image]
 # precedes a text that continues a sentence, so that tokenizers add no leading space
 _ANCHOR = "x"
 
@@ -69,11 +72,18 @@ class Chat:
     """
 
     def __init__(
-        self, settings: EngineSettings, tokenizer: Any, vocab_size: int | None = None
+        self,
+        settings: EngineSettings,
+        tokenizer: Any,
+        vocab_size: int | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
-        """`vocab_size`: number of token ids with an embedding; None = size of the tokenizer."""
+        """`vocab_size`: number of token ids with an embedding; None = size of the tokenizer.
+        `images`: None = the model reads texts only.
+        """
         self.settings = settings
         self.tokenizer = tokenizer
+        self.images = images
         self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
         self.template = _template(settings.chat_template)
         self._no_template = ""
@@ -113,6 +123,11 @@ class Chat:
 
     def _encoded(self, request: GenerateRequest, limit: int | None) -> list[int]:
         goes_on = False
+        if request.images and self.images is None:
+            raise ValueError(
+                f"the messages show {len(request.images)} images, and {self.settings.model_path} "
+                f"is no model of a family that is offered with images"
+            )
         if request.prompt_tokens:
             ids = list(request.prompt_tokens)
             goes_on = request.prefix_tokens is not None
@@ -128,12 +143,46 @@ class Chat:
                 request.messages,
                 lambda messages: str(self._render(request, messages, tokenize=False)),
             )
-            ids = self._render(request, [dict(m) for m in request.messages], tokenize=True)
+            ids = self._at_once(request)
         limit = prompt_limit(self.settings, goes_on=goes_on) if limit is None else limit
-        ids = cut(ids, limit, request.prompt_truncation)
+        ids = cut(ids, limit, "error" if request.images else request.prompt_truncation)
         check_prompt(len(ids), limit)
         check_tokens(ids, self.vocab_size, self.settings.name)
+        self.places(request, ids)
         return ids
+
+    def prepared(self, request: GenerateRequest) -> list[PreparedImage]:
+        """Return what the model sees of the request's images, each once.  Raises ValueError for a
+        file that cannot be used.
+        """
+        if self.images is None:
+            return []
+        return [self.images.process(image.data) for image in request.images]
+
+    def places(self, request: GenerateRequest, tokens: Sequence[int]) -> tuple[ImagePlace, ...]:
+        """Find the images that the messages show among the tokens of their prompt.  Raises
+        ValueError for placeholders without an image.
+        """
+        if self.images is None:
+            return ()
+        before = request.prefix_places
+        start = 0 if request.prefix_tokens is None else len(request.prefix_tokens)
+        by_name = {x.sha256: p for x, p in zip(request.images, self.prepared(request), strict=True)}
+        names = list(names_in(request.messages))[len(before) :]
+        later = self.images.places(tokens, names, [by_name[name] for name in names], start)
+        return (*before, *later)
+
+    def sight(self, tokens: Sequence[int], places: Sequence[ImagePlace], files: Images) -> Sight:
+        """Return what the model sees at `places`.  Raises ValueError as `prepared`."""
+        shown = []
+        data = {image.sha256: image.data for image in files}
+        for place in places:
+            assert self.images is not None, "there are places"
+            image = self.images.process(data[place.sha256])
+            inside = np.asarray(tokens[place.start : place.start + place.length])
+            at = place.start + np.flatnonzero(inside == self.images.image_token_id)
+            shown.append(ShownImage(image, at))
+        return shown
 
     def encode_conversation(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Return the token ids of a finished conversation, for a reward model.  Raises
@@ -192,6 +241,27 @@ class Chat:
             **{**self.settings.chat_template_kwargs, **args},
         )
 
+    def _at_once(self, request: GenerateRequest) -> list[int]:
+        """Return the tokens of the whole chat."""
+        messages = [dict(m) for m in request.messages]
+        if not request.images:
+            return list(self._render(request, messages, tokenize=True))
+        text = str(self._render(request, messages, tokenize=False))
+        return self._tokens_of(self._expanded(request, text, request.messages))
+
+    def _expanded(
+        self, request: GenerateRequest, text: str, messages: Sequence[Mapping[str, Any]]
+    ) -> str:
+        """Write the images of `messages` into their rendered text."""
+        if not request.images:
+            return text
+        by_name = {x.sha256: p for x, p in zip(request.images, self.prepared(request), strict=True)}
+        assert self.images is not None, "`prepared` checks it"
+        return self.images.expand(text, [by_name[name] for name in names_in(messages)])
+
+    def _tokens_of(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def _go_on(self, request: GenerateRequest, before: list[int]) -> list[int]:
         """Return `before`, which ends with an answer, plus the tokens of the text after the answer."""
         answer = request.prefix_messages - 1
@@ -200,6 +270,8 @@ class Chat:
             answer,
             lambda messages: str(self._render(request, messages, tokenize=False)),
         )
+        later = request.messages[request.prefix_messages :]
+        tail = tail._replace(text=self._expanded(request, tail.text, later))
         ids = before + self._without_end(tail, before)
         if self.settings.tokenization_check != "off":
             self._compare(request, ids)
@@ -232,15 +304,12 @@ class Chat:
     def _tokens(self, text: str, behind: str = _ANCHOR) -> list[int]:
         """Return the token ids of `text` when it follows `behind`."""
 
-        def ids(part: str) -> list[int]:
-            return list(self.tokenizer(part, add_special_tokens=False)["input_ids"])
-
-        anchor = ids(behind)
-        both = ids(behind + text)
-        return both[len(anchor) :] if both[: len(anchor)] == anchor else ids(text)
+        anchor = self._tokens_of(behind)
+        both = self._tokens_of(behind + text)
+        return both[len(anchor) :] if both[: len(anchor)] == anchor else self._tokens_of(text)
 
     def _compare(self, request: GenerateRequest, ids: list[int]) -> None:
-        at_once = list(self._render(request, [dict(m) for m in request.messages], tokenize=True))
+        at_once = self._at_once(request)
         if at_once == ids:
             return
         self.differing += 1
@@ -372,6 +441,15 @@ def load_tokenizer(settings: EngineSettings) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError) as e:
         raise SetupError(f"no tokenizer in {folder}: {e}") from e
+
+
+def load_images(settings: EngineSettings) -> ImageProcessor | None:
+    """Load the model's image processor; None for a model of texts.  Raises SetupError."""
+    return ImageProcessor.of_model(
+        settings.model_path,
+        args=settings.image_processor_args,
+        trust_remote_code=settings.trust_remote_code,
+    )
 
 
 def _template(template: str | None) -> str | None:

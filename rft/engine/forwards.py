@@ -23,7 +23,9 @@ import torch
 from rft.engine import rounding
 from rft.engine.kvcache import RowCache
 from rft.engine.routers import Routers
+from rft.engine.vision import tells_types, vision_inputs
 from rft.errors import SetupError
+from rft.images.processor import Sight
 from rft.types import row_layout
 from rft.types.noise import Difference, allowed
 
@@ -56,10 +58,18 @@ class Forwards(ABC):
         self.routers = routers
         self.device: torch.device = next(model.parameters()).device
         self.experts: list[np.ndarray] | None = None
+        # position - number of tokens before it: of prefilled sequences, of rows
+        self._fresh_shifts: list[int] = []
+        self._shifts: dict[int, int] = {}
 
     @abstractmethod
-    def prefill(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return logits [N, V] after the last token of each sequence; the caches wait for `keep`."""
+    def prefill(
+        self, sequences: Sequence[Sequence[int]], sights: Sequence[Sight] = ()
+    ) -> torch.Tensor:
+        """Return logits [N, V] after the last token of each sequence; the caches wait for `keep`.
+
+        `sights`: the images of each sequence; empty: none has any.
+        """
 
     @abstractmethod
     def keep(
@@ -91,7 +101,7 @@ class Forwards(ABC):
         """End row `row`; the last row, `last_length` tokens long, takes its number."""
 
     @abstractmethod
-    def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
+    def hidden(self, tokens: Sequence[int], sight: Sight = ()) -> torch.Tensor:
         """Return the output layer's input for one text, [tokens, H], computed without a cache."""
 
     @abstractmethod
@@ -118,6 +128,21 @@ class Forwards(ABC):
         z = self.model.get_output_embeddings()(hidden).float() * how.scale
         return z if how.cap is None else torch.tanh(z / how.cap) * how.cap
 
+    def _keep_shifts(self, source: Sequence[int], into: Sequence[int]) -> None:
+        for s, row in zip(source, into, strict=True):
+            self._shifts[row] = self._fresh_shifts[s] if self._fresh_shifts else 0
+
+    def _drop_shift(self, row: int, last: int) -> None:
+        self._shifts[row] = self._shifts.pop(last, 0)
+
+    def _with_images(
+        self, ids: torch.Tensor, lengths: Sequence[int], sights: Sequence[Sight], **more: Any
+    ) -> Any:
+        """Run the layers over sequences with images; `more`: cache and attention mask."""
+        inputs = vision_inputs(self.model, body_of(self.model), ids, lengths, sights)
+        self._fresh_shifts = inputs.shifts
+        return inputs.module(**inputs.arguments, **more)
+
     def _record(self, sequences: int) -> list[np.ndarray]:
         """Return the routed experts of the last forward, one array per sequence."""
         if self.routers is None:
@@ -139,12 +164,27 @@ class CachedRows(Forwards):
         super().__init__(model, routers)
         self._cache = RowCache(self.device)
 
-    def prefill(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    def prefill(
+        self, sequences: Sequence[Sequence[int]], sights: Sequence[Sight] = ()
+    ) -> torch.Tensor:
         lengths = torch.tensor([len(s) for s in sequences], device=self.device)
         longest = int(lengths.max())
         ids = torch.tensor([[*s, *[0] * (longest - len(s))] for s in sequences], device=self.device)
         last_places, where = (lengths - 1).unique(return_inverse=True)
         self._cache.begin_prefill()
+        self._fresh_shifts = []
+        if any(sights):
+            out = self._with_images(
+                ids,
+                lengths.tolist(),
+                sights,
+                attention_mask=self._causal(longest),
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+            self.experts = self._record(len(sequences))
+            ends = out.last_hidden_state[torch.arange(len(sequences)), lengths - 1]
+            return self.logits(ends)
         out = self.model(
             input_ids=ids,
             attention_mask=self._causal(longest),
@@ -167,6 +207,7 @@ class CachedRows(Forwards):
         capacity: int,
     ) -> None:
         self._cache.keep(source, lengths, into, rows=rows, capacity=capacity)
+        self._keep_shifts(source, into)
 
     def decode(
         self, tokens: Sequence[int], cached: Sequence[int], only: int | None = None
@@ -174,11 +215,12 @@ class CachedRows(Forwards):
         places = torch.tensor(cached, device=self.device)
         length = int(places.max()) + 1
         visible = torch.arange(length, device=self.device) <= places.unsqueeze(1)
+        shifts = [self._shifts[row] for row in (range(len(tokens)) if only is None else [only])]
         self._cache.begin_decode(places, length, only)
         out = self.model(
             input_ids=torch.tensor(tokens, device=self.device)[:, None],
             attention_mask=self._mask(visible[:, None, None]),
-            position_ids=places.unsqueeze(1),
+            position_ids=(places + torch.tensor(shifts, device=self.device)).unsqueeze(1),
             past_key_values=self._cache,
             use_cache=True,
         )
@@ -187,15 +229,23 @@ class CachedRows(Forwards):
         return logits
 
     def drop(self, row: int, last_length: int) -> None:
+        self._drop_shift(row, self._cache.rows - 1)
         self._cache.drop(row, last_length)
 
     def waiting_bytes(self) -> int:
         return _bytes(self._cache.waiting)
 
-    def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
+    def hidden(self, tokens: Sequence[int], sight: Sight = ()) -> torch.Tensor:
         cache = RowCache(self.device)
         count = len(tokens)
         cache.begin_prefill()
+        if sight:
+            ids = torch.tensor([list(tokens)], device=self.device)
+            mask = self._causal(count)
+            output = self._with_images(
+                ids, [count], [sight], attention_mask=mask, past_key_values=cache, use_cache=True
+            )
+            return torch.as_tensor(output.last_hidden_state[0])
         out = body_of(self.model)(
             input_ids=torch.tensor([list(tokens)], device=self.device),
             attention_mask=self._causal(count),
@@ -236,18 +286,38 @@ class OwnCaches(Forwards):
         self._blocks: list[_Block] = []
         self._rows = 0
 
-    def prefill(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    def prefill(
+        self, sequences: Sequence[Sequence[int]], sights: Sequence[Sight] = ()
+    ) -> torch.Tensor:
         logits: dict[int, torch.Tensor] = {}
         experts: dict[int, np.ndarray] = {}
+        shifts: dict[int, int] = {}
         self._fresh = []
         for length in dict.fromkeys(map(len, sequences)):
             same_length = [i for i, s in enumerate(sequences) if len(s) == length]
-            out = self._forward([list(sequences[i]) for i in same_length], None, 0)
-            self._fresh.append((same_length, out.past_key_values))
-            logits |= dict(zip(same_length, out.logits[:, -1], strict=True))
+            ids = [list(sequences[i]) for i in same_length]
+            if any(sights[i] for i in same_length if sights):
+                cache, ends = self._prefill_seen(ids, [sights[i] for i in same_length])
+                shifts |= dict(zip(same_length, self._fresh_shifts, strict=True))
+            else:
+                out = self._forward(ids, None, [0] * len(ids))
+                cache, ends = out.past_key_values, out.logits[:, -1]
+            self._fresh.append((same_length, cache))
+            logits |= dict(zip(same_length, ends, strict=True))
             experts |= dict(zip(same_length, self._record(len(same_length)), strict=False))
+        self._fresh_shifts = [shifts.get(i, 0) for i in range(len(sequences))]
         self.experts = [experts[i] for i in sorted(experts)]
         return torch.stack([logits[i] for i in range(len(sequences))])
+
+    def _prefill_seen(
+        self, ids: list[list[int]], sights: Sequence[Sight]
+    ) -> tuple[Any, torch.Tensor]:
+        """Return the cache of sequences with images, and the logits after them."""
+        lengths = [len(x) for x in ids]
+        out = self._with_images(
+            torch.tensor(ids, device=self.device), lengths, sights, use_cache=True
+        )
+        return out.past_key_values, self.logits(out.last_hidden_state[:, -1])
 
     def keep(
         self,
@@ -259,6 +329,7 @@ class OwnCaches(Forwards):
         capacity: int,
     ) -> None:
         self._rows = rows
+        self._keep_shifts(source, into)
         for block in self._blocks:  # these rows are prefilled again
             block.rows = [None if row in into else row for row in block.rows]
         for sequences, cache in self._fresh:
@@ -284,7 +355,8 @@ class OwnCaches(Forwards):
             if only is not None and only not in rows:
                 continue
             at = [0] if only is not None else rows  # row indices into `tokens`
-            out = self._forward([[tokens[i]] for i in at], block.cache, cached[at[0]])
+            places = [cached[i] + self._shifts[row] for i, row in zip(at, rows, strict=False)]
+            out = self._forward([[tokens[i]] for i in at], block.cache, places)
             logits |= dict(zip(rows, out.logits[:, -1], strict=True))
             experts |= dict(zip(rows, self._record(len(rows)), strict=False))
         self.experts = [experts[row] for row in sorted(experts)]
@@ -292,24 +364,28 @@ class OwnCaches(Forwards):
 
     def drop(self, row: int, last_length: int) -> None:
         self._rows -= 1
+        self._drop_shift(row, self._rows)
         for block in self._blocks:
             block.rows = [None if r == row else row if r == self._rows else r for r in block.rows]
 
     def waiting_bytes(self) -> int:
         return _bytes([vars(layer) for _, cache in self._fresh for layer in cache.layers])
 
-    def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
+    def hidden(self, tokens: Sequence[int], sight: Sight = ()) -> torch.Tensor:
         ids = torch.tensor([list(tokens)], device=self.device)
-        states: torch.Tensor = body_of(self.model)(
-            input_ids=ids, use_cache=False
-        ).last_hidden_state[0]
+        if sight:
+            out = self._with_images(ids, [len(tokens)], [sight], use_cache=False)
+        else:
+            out = body_of(self.model)(input_ids=ids, use_cache=False)
+        states: torch.Tensor = out.last_hidden_state[0]
         return states
 
-    def _forward(self, ids: list[list[int]], cache: Any, cached: int) -> Any:
-        places = torch.arange(cached, cached + len(ids[0]), device=self.device)
+    def _forward(self, ids: list[list[int]], cache: Any, firsts: Sequence[int]) -> Any:
+        """Compute the logits after `ids`; `firsts`: position of the first token of each row."""
+        starts = torch.tensor(firsts, device=self.device)[:, None]
         return self.model(
             input_ids=torch.tensor(ids, device=self.device),
-            position_ids=places.expand(len(ids), -1),
+            position_ids=starts + torch.arange(len(ids[0]), device=self.device),
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
@@ -350,7 +426,8 @@ def body_of(lm: Any) -> Any:
 
 
 def make(model: Any, routers: Routers | None, *, alone: bool) -> Forwards:
-    if FULL.issuperset(row_layout.layer_types(model.config.to_dict())):
+    full = FULL.issuperset(row_layout.layer_types(model.config.to_dict()))
+    if full and not tells_types(body_of(model)):
         return CachedRows(model, routers)
     return OwnCaches(model, routers, alone=alone)
 

@@ -21,6 +21,7 @@ from rft.engine.chat import Chat
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, EngineFailed, SetupError
 from rft.types.completion import Completion, FinishReason, VersionSpan
+from rft.types.images import ImagePlace
 from rft.types.metrics import Metric
 from rft.types.ports import GenerateRequest, ScoreRow, WeightManifest
 from rft.types.thoughts import THINK, THINK_END, split_thought
@@ -171,12 +172,12 @@ class LocalEngine(BaseEngine):
         """
         self._check_loaded()
         # would block the event loop for seconds
-        if len(str((request.messages, request.tools))) > LONG_CHARS:
+        if request.images or len(str((request.messages, request.tools))) > LONG_CHARS:
             return await asyncio.to_thread(self._chat.encode, request, limit)
         return self._chat.encode(request, limit)
 
-    async def row(self, row: ScoreRow, longest: int) -> tuple[list[int], int]:
-        """Return the tokens of a row to score, and the length of their prompt."""
+    async def row(self, row: ScoreRow, longest: int) -> tuple[ScoreRow, list[int]]:
+        """Return a row to score with its prompt rendered, and its tokens."""
         self._check_loaded()
         if row.top > (known := len(self._chat.tokenizer)):
             raise ValueError(
@@ -184,10 +185,11 @@ class LocalEngine(BaseEngine):
                 f"vocabulary has {known}"
             )
         if row.prompt is not None:
-            row = row_behind(await self.prompt(row.prompt, longest - len(row.tokens)), row)
+            prompt = await self.prompt(row.prompt, longest - len(row.tokens))
+            row = row_behind(prompt, row, self._chat.places(row.prompt, prompt))
         vocab_size = self._chat.vocab_size
         tokens = check_row(row, self.settings, longest=longest, vocab_size=vocab_size)
-        return tokens, row.prompt_length
+        return row, tokens
 
     def _check_loaded(self) -> None:
         if self.version is None:
@@ -206,6 +208,7 @@ class LocalEngine(BaseEngine):
         reason: FinishReason,
         spans: Sequence[VersionSpan],
         experts: np.ndarray | None = None,
+        places: tuple[ImagePlace, ...] = (),
     ) -> Completion:
         """Build the record of one answer, with reasoning and tool calls extracted.  Raises
         RequestFailed if parsing fails.
@@ -228,6 +231,7 @@ class LocalEngine(BaseEngine):
             stop_text=stop_text,
             in_thought=self._chat.opens_thought(prompt),
             routed_experts=experts,
+            images=places,
         )
         return self._parse(completion, request)
 

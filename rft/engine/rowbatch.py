@@ -21,13 +21,18 @@ from rft.engine import forwards
 from rft.engine.routers import Routers
 from rft.engine.sampling import RowState
 from rft.engine.settings import EngineSettings
+from rft.images.processor import Sight
 from rft.types.completion import Completion, VersionSpan, top_tokens
 from rft.types.ids import Version
+from rft.types.images import ImagePlace
 from rft.types.ports import GenerateRequest
 
 PREFILL_TOKENS = 4096  # padded tokens of one forward
 KV_CACHE_BYTES = 2 << 30
 SCORE_BYTES = 256 << 20  # of the logits computed at once when scoring tokens
+
+
+Prompt = tuple[tuple[int, ...], tuple[str, ...]]
 
 
 @dataclass(eq=False)
@@ -38,6 +43,8 @@ class BatchJob:
     prompt: list[int]
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[list[Completion]]
+    places: tuple[ImagePlace, ...] = ()  # of the prompt's images
+    sight: Sight = ()
     done: dict[int, Completion] = field(default_factory=dict)
 
 
@@ -55,6 +62,11 @@ class BatchRow:
         # experts of the cached positions, consecutive arrays [n, layers, experts]
         None
     )
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt's tokens, and what its images are."""
+        return tuple(self.state.prompt), tuple(shown.image.hash for shown in self.job.sight)
 
     @property
     def experts(self) -> np.ndarray | None:
@@ -113,10 +125,11 @@ class RowBatch:
         row = self._state_bytes + max(r.need for r in rows) * self._token_bytes
         return len(rows) <= self.settings.max_num_seqs and len(rows) * row <= limit
 
-    def first_prompts(self, new: Sequence[BatchRow]) -> list[tuple[int, ...]]:
-        """Return the prompts of `new` that are computed in one forward."""
-        prompts = list({tuple(row.state.prompt): None for row in new})
-        return prompts[: self._together([len(p) for p in prompts])]
+    def first_prompts(self, new: Sequence[BatchRow]) -> dict[Prompt, Sight]:
+        """Return the prompts of `new` that are computed in one forward, with their images."""
+        prompts = {row.prompt: row.job.sight for row in new}
+        count = self._together([len(tokens) for tokens, _ in prompts])
+        return dict(list(prompts.items())[:count])
 
     def _together(self, lengths: Sequence[int]) -> int:
         """Return how many sequences of these lengths, from the first, fit into one forward."""
@@ -131,15 +144,16 @@ class RowBatch:
             count = count + 1
         return count
 
-    def prefill(self, batch: list[BatchRow], prompts: list[tuple[int, ...]]) -> torch.Tensor:
+    def prefill(self, batch: list[BatchRow], prompts: dict[Prompt, Sight]) -> torch.Tensor:
         """Add `batch` to the rows; return the logits [N, V] of each row's first token."""
         number = {prompt: i for i, prompt in enumerate(prompts)}
-        source = [number[tuple(row.state.prompt)] for row in batch]
-        logits = self._forwards.prefill(prompts)
+        source = [number[row.prompt] for row in batch]
+        sequences = [tokens for tokens, _ in prompts]
+        logits = self._forwards.prefill(sequences, list(prompts.values()))
         if experts := self._forwards.experts:
             for row, i in zip(batch, source, strict=True):
                 row.routed = [experts[i][: len(row.state.prompt)]]
-        self._counted["prefilled_tokens"] += sum(map(len, prompts))
+        self._counted["prefilled_tokens"] += sum(map(len, sequences))
         first = len(self.rows)
         self.rows += batch
         capacity = max(row.need for row in self.rows)
@@ -165,7 +179,8 @@ class RowBatch:
                 [
                     [*row.state.prompt, *row.state.written][: row.cached]
                     for row in rows[at : at + count]
-                ]
+                ],
+                [row.job.sight for row in rows[at : at + count]],
             )
             for row, experts in zip(
                 rows[at : at + count], self._forwards.experts or [], strict=False
@@ -195,13 +210,19 @@ class RowBatch:
             self._forwards.drop(i, last.cached)
 
     def score(
-        self, tokens: list[int], first: int, temperature: float, top: int, known: int
+        self,
+        tokens: list[int],
+        first: int,
+        temperature: float,
+        top: int,
+        known: int,
+        sight: Sight = (),
     ) -> dict[str, np.ndarray]:
         """Score `tokens` from `first` on, a few positions at a time.
 
         `top`: return so many most likely tokens of the first `known` entries, too.
         """
-        hidden = self._forwards.hidden(tokens)[first - 1 : -1]
+        hidden = self._forwards.hidden(tokens, sight)[first - 1 : -1]
         targets = torch.tensor(tokens[first:], device=hidden.device)[:, None]
         chunk = max(1, SCORE_BYTES // (4 * len(self.model.get_output_embeddings().weight)))
         out = np.empty(len(hidden), np.float32)

@@ -113,6 +113,8 @@ class EngineSettings:
     external_lib: str | None = None  # module imported before the model, in every model process
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # entries that replace those of preprocessor_config.json
+    image_processor_args: dict[str, Any] = field(default_factory=dict)
     # off | warn | strict: compare the tokens of several turns with the whole chat's
     tokenization_check: str = "off"
     tool_call_parser: str | None = None  # vLLM's parser of tool calls in an answer's text

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 from msgspec.structs import replace
 
+from rft.engine.auto_class import auto_class
 from rft.engine.base import RequestFailed, checked_model, engine
-from rft.engine.chat import Chat, load_tokenizer
+from rft.engine.chat import Chat, load_images, load_tokenizer
 from rft.engine.local_engine import LocalEngine
 from rft.engine.settings import EngineSettings
 from rft.errors import (
@@ -107,11 +108,9 @@ class TransformersEngine(LocalEngine):
     @classmethod
     def _load(cls, settings: EngineSettings) -> Self:
         model = _load_model(settings)
-        return cls(
-            settings,
-            model,
-            Chat(settings, load_tokenizer(settings), model.get_input_embeddings().weight.shape[0]),
-        )
+        vocab_size = model.get_input_embeddings().weight.shape[0]
+        chat = Chat(settings, load_tokenizer(settings), vocab_size, load_images(settings))
+        return cls(settings, model, chat)
 
     # ------------------------------------------------------------ Engine
 
@@ -121,7 +120,9 @@ class TransformersEngine(LocalEngine):
         prompt = await self.prompt(request)
         choices = self._chat.choices(request) if request.choices else []
         loop = asyncio.get_running_loop()
-        job = BatchJob(request, prompt, loop, loop.create_future())
+        places = self._chat.places(request, prompt)
+        sight = self._chat.sight(prompt, places, request.images)
+        job = BatchJob(request, prompt, loop, loop.create_future(), places, sight)
         with self.admission.counted(request):
             rows = [self._row(job, i, choices) for i in range(request.n)]
             with self._wake:
@@ -136,12 +137,15 @@ class TransformersEngine(LocalEngine):
 
     async def score(self, row: ScoreRow) -> TokenScores:
         """Score with the current weights, at the row's temperature."""
-        tokens, first = await self.row(row, longest=self.settings.max_model_len)
+        row, tokens = await self.row(row, longest=self.settings.max_model_len)
+        sight = self._chat.sight(tokens, row.places, row.images)
 
         def score() -> TokenScores:
             assert self.version is not None, "`row` checks it"
             known = len(self._chat.tokenizer)
-            scored = self._batch.score(tokens, first, row.temperature, row.top, known)
+            scored = self._batch.score(
+                tokens, row.prompt_length, row.temperature, row.top, known, sight
+            )
             return TokenScores(version=self.version, **scored)
 
         return await self._on_thread("score tokens", score)
@@ -304,7 +308,7 @@ class TransformersEngine(LocalEngine):
                 self._new.append(self._waiting.popleft())
         while self._new:
             prompts = self._batch.first_prompts(self._new)
-            chosen = [row for row in self._new if tuple(row.state.prompt) in set(prompts)]
+            chosen = [row for row in self._new if row.prompt in prompts]
             self._write(self._batch.prefill(chosen, prompts), chosen)
             self._new = [row for row in self._new if row not in chosen]
 
@@ -354,6 +358,7 @@ class TransformersEngine(LocalEngine):
             reason=reason,
             spans=row.spans,
             experts=row.experts,
+            places=job.places,
         )
         if len(job.done) == job.request.n:
             _answer(job.loop, job.future, [job.done[i] for i in range(job.request.n)])
@@ -368,14 +373,15 @@ class TransformersEngine(LocalEngine):
 
 def _load_model(settings: EngineSettings) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from rft.engine import forwards
 
     how: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
     how |= rotary.applied_to(settings.model_path, settings.extra_engine_args)
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(settings.model_path, **how)
+        loaded = auto_class(config).from_pretrained(
             settings.model_path,
             output_loading_info=True,
             dtype=getattr(torch, settings.dtype),

@@ -283,7 +283,8 @@ class VllmEngine(_VllmCalls):
         from vllm.sampling_params import RequestOutputKind
 
         # vLLM needs room for one token
-        tokens, first = await self.row(row, longest=self.settings.max_model_len - 1)
+        row, tokens = await self.row(row, longest=self.settings.max_model_len - 1)
+        first = row.prompt_length
         if row.temperature != 1:
             raise ValueError(
                 f"{self.settings.name}: vLLM scores given tokens at temperature 1 only, not "

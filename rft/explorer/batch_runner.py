@@ -202,7 +202,10 @@ class BatchRunner:
     async def _store(self, group: PlayedGroup) -> PlayedGroup:
         """Append the group; if the buffer refuses it (e.g. as too large), append its runs as failed."""
         try:
-            await self._buffer.append(encoded(group), accepted=group.accepted, reason=group.reason)
+            images = {"images": group.images} if group.images else {}
+            await self._buffer.append(
+                encoded(group), accepted=group.accepted, reason=group.reason, **images
+            )
         except FrameRejected as e:
             log.warning("group %s: %s", group.id, e)
             group = group.refused(f"rejected by the buffer: {e}")

@@ -18,7 +18,8 @@ import numpy as np
 from rft.errors import ConfigError, RftError
 from rft.explorer.evaluate import PASS, at_k
 from rft.reward.base import Reward, score, score_group
-from rft.taskset.base import ABSENT, Taskset, lookup
+from rft.taskset.base import Taskset
+from rft.taskset.messages import ABSENT, lookup
 from rft.types.completion import Completion, Score, Transcript, Turn
 from rft.types.ports import ChatModel
 from rft.types.task import Task

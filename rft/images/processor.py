@@ -69,6 +69,16 @@ class PreparedImage(NamedTuple):
     hash: str  # xxh3-128 of the shape and the values
 
 
+class ShownImage(NamedTuple):
+    """An image of a sequence, and the positions of its features among the sequence's tokens."""
+
+    image: PreparedImage
+    at: np.ndarray  # int64 [features]
+
+
+Sight = Sequence[ShownImage]  # of one sequence
+
+
 class ImageProcessor:
     """The image part of a model's processor; results are kept in memory up to CACHE_BYTES.
 
@@ -113,11 +123,12 @@ class ImageProcessor:
         args: Mapping[str, Any] = _NO_ARGS,
         trust_remote_code: bool = False,
     ) -> Self | None:
-        """Load the processor of a model's folder; None if the model reads no images, or is of a
-        family that is not offered with images.
+        """Load the processor of a model's folder; None if the folder has none, or is of a family
+        that is not offered with images.
         """
         file = Path(folder) / "config.json"
-        if not file.is_file():
+        described = ("preprocessor_config.json", "processor_config.json")
+        if not file.is_file() or not any((file.parent / x).is_file() for x in described):
             return None
         config = json.loads(file.read_text(encoding="utf-8"))
         family = FAMILIES.get(config.get("model_type", ""))
@@ -136,9 +147,9 @@ class ImageProcessor:
     def process(self, data: bytes) -> PreparedImage:
         """Raises ValueError for a file that cannot be decoded, or a shape that the model cannot read."""
         with self._lock:
-            if (known := self._cache.get(data)) is not None:
+            if (cached := self._cache.get(data)) is not None:
                 self._cache.move_to_end(data)
-                return known
+                return cached
         done = self._process(data)
         with self._lock:
             if data not in self._cache:
@@ -180,23 +191,28 @@ class ImageProcessor:
         return "".join(part + image for part, image in zip(parts, after, strict=True))
 
     def places(
-        self, tokens: Sequence[int], names: Sequence[str], images: Sequence[PreparedImage]
+        self,
+        tokens: Sequence[int],
+        names: Sequence[str],
+        images: Sequence[PreparedImage],
+        start: int = 0,
     ) -> tuple[ImagePlace, ...]:
-        """Find the images among the tokens of a prompt.  Raises ValueError unless their placeholder
-        tokens are exactly those of the images.
+        """Find the images among the tokens of a prompt, from `start` on.  Raises ValueError unless
+        their placeholder tokens are exactly those of the images.
         """
-        found = np.flatnonzero(np.asarray(tokens, np.int64) == self.image_token_id).tolist()
+        later = np.asarray(tokens[start:], np.int64)
+        positions = (start + np.flatnonzero(later == self.image_token_id)).tolist()
         expected = sum(x.num_tokens for x in images)
-        if len(found) != expected:
+        if len(positions) != expected:
             raise ValueError(
-                f"the prompt has {len(found)} placeholder tokens of images, and its "
+                f"the prompt has {len(positions)} placeholder tokens of images, and its "
                 f"{len(images)} images have {expected}; no text may contain {self.family.token}"
             )
         places = []
         at = 0
         for name, image in zip(names, images, strict=True):
-            first = found[at]
+            first = positions[at]
             at += image.num_tokens
-            last = found[at - 1]
+            last = positions[at - 1]
             places.append(ImagePlace(name, first, last + 1 - first, image.grid, image.hash))
         return tuple(places)

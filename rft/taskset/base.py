@@ -13,24 +13,27 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import msgspec
 import numpy as np
 import xxhash
 
 from rft.errors import ConfigError
-from rft.files.strict_json import parse_json
 from rft.secrets import redact
+from rft.taskset import row_images
 from rft.taskset.chatfiles import LeftOut, find_overlong
+from rft.taskset.messages import ABSENT, as_chat, from_json, lookup
 from rft.taskset.settings import FormatSettings, TasksetSettings
-from rft.taskset.sharegpt import of_sharegpt
-from rft.types.task import Task, plain_text
+from rft.types.images import Image
+from rft.types.task import Task
 
 log = logging.getLogger(__name__)
 Row = dict[str, Any]
+Messages = tuple[dict[str, Any], ...]
 CHECKED = 100_000  # tables of at most this many rows are checked completely when opened
 MAX_CHARS = 32 << 20  # of a prompt
+USUAL = ("images", "videos")  # columns of multimodal data sets
 OTHER_ROWS = (
     "the rows of {} are not those of earlier evaluations: do not compare their values "
     "with later ones"
@@ -150,7 +153,8 @@ class Taskset:
                 given=path,
             )
         self._has_truth = self._truth_is_there()
-        self._refuse_absent_tools()
+        self._refuse_absent("tools_key")
+        self._refuse_absent("image_key")
         self._used: np.ndarray | None = None  # numbers of the used rows; None = all
         self.skipped = self._skip(unreadable) if settings.skip_bad_rows else None
         if not settings.skip_bad_rows:
@@ -254,12 +258,17 @@ class Taskset:
             raise _missing(self.settings, self._where(0), "response_key", key, self._rows[0])
         return key != FormatSettings().response_key
 
-    def _refuse_absent_tools(self) -> None:
-        """Raise ConfigError if a column of tools is named that no row has."""
-        key = self.settings.format.tools_key
+    def _refuse_absent(self, which: Literal["tools_key", "image_key"]) -> None:
+        """Raise ConfigError if a column is named that no row has."""
+        fmt = self.settings.format
+        key, usual = (
+            (fmt.tools_key, FormatSettings.tools_key)
+            if which == "tools_key"
+            else (fmt.image_key, "images" if fmt.preset == "verl" else "")
+        )
         rows = itertools.islice(self._rows, self._length)
-        if key != FormatSettings.tools_key and all(lookup(row, key) is ABSENT for row in rows):
-            raise _missing(self.settings, "no row has it", "tools_key", key, self._rows[0])
+        if key not in ("", usual) and all(lookup(row, key) is ABSENT for row in rows):
+            raise _missing(self.settings, "no row has it", which, key, self._rows[0])
 
     def _skip(self, unreadable: Sequence[ConfigError]) -> Skipped | None:
         good = []
@@ -368,6 +377,9 @@ def row_to_task(
                 prompt,
                 f"at most {MAX_CHARS:,} characters long",
             )
+    images: tuple[Image, ...] = ()
+    if fmt.image_key:
+        row, prompt, messages, images = _with_images(settings, row, prompt, messages, where)
     system = (
         _text(settings, row, where, "system_prompt_key", fmt.system_prompt_key or "")
         or fmt.system_prompt
@@ -380,6 +392,7 @@ def row_to_task(
         row=row,
         prompt=prompt,
         messages=messages,
+        images=images,
         tools=_tools(settings, row, where),
         prompt_truncation=settings.prompt_truncation,
         system_prompt=system,
@@ -447,24 +460,9 @@ def _text(settings: TasksetSettings, row: Row, where: str, which: str, name: str
     raise _wrong(settings, where, which, name, value, "a text")
 
 
-ABSENT = object()
-
-
-def lookup(row: Row, name: str) -> Any:
-    """Return the column `name`, or what lies there by dots (reward_model.style), or ABSENT."""
-    if name in row:
-        return row[name]
-    value: Any = row
-    for part in name.split("."):
-        if not isinstance(value, dict) or part not in value:
-            return ABSENT
-        value = value[part]
-    return value
-
-
-def of_texts(row: Row, where: str, key: str) -> None:
-    """Raise ConfigError for a row with pictures in the usual columns of multimodal data sets."""
-    if column := next((c for c in ("images", "videos") if row.get(c)), None):
+def of_texts(row: Row, where: str, key: str, columns: Sequence[str] = USUAL) -> None:
+    """Raise ConfigError for a row with pictures in these usual columns of multimodal data sets."""
+    if column := next((c for c in columns if row.get(c)), None):
         raise ConfigError(
             f"{where}: column {column!r} is not empty; multimodal inputs are not offered.  Use "
             f"rows of text",
@@ -474,9 +472,14 @@ def of_texts(row: Row, where: str, key: str) -> None:
 
 def _verl_row(settings: TasksetSettings, row: Row, where: str) -> Row:
     """Return the row with its data source under the name that rewards read.  Raises ConfigError for
-    pictures, and for a row that needs a reward model instead of a rule.
+    videos, and for a row that needs a reward model instead of a rule.
     """
-    of_texts(row, where, _key(settings, "format.preset"))
+    of_texts(
+        row,
+        where,
+        _key(settings, "format.preset"),
+        ("videos",) if settings.format.image_key else USUAL,
+    )
     source = lookup(row, settings.format.data_source_key)
     if settings.format.reward_fn_key and lookup(row, "reward_model.style") == "model":
         raise ConfigError(
@@ -493,42 +496,29 @@ def _messages(
     settings: TasksetSettings, value: Any, where: str, which: str = "messages_key"
 ) -> tuple[dict[str, Any], ...]:
     try:
-        return as_chat(value)
+        return as_chat(value, parts=bool(settings.format.image_key))
     except ValueError as e:
         raise _wrong(
             settings, where, which, getattr(settings.format, which), value, str(e)
         ) from None
 
 
-def as_chat(value: Any) -> tuple[dict[str, Any], ...]:
-    """Return a column's messages (or JSON text) as templates take them.  Raises ValueError."""
-    messages = of_sharegpt(_from_json(value))
-    if (
-        not isinstance(messages, list)
-        or not messages
-        or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
-    ):
-        raise ValueError("a list of messages such as {role: user, content: ...}")
-    return tuple(map(_message, messages))
-
-
-def _message(message: dict[str, Any]) -> dict[str, Any]:
-    # templates test whether a key exists
-    cleaned = {k: v for k, v in message.items() if v is not None or k == "content"}
-    if isinstance(message.get("content"), list):
-        cleaned["content"] = plain_text(message["content"])
-        if cleaned["content"] is None:
-            raise ValueError(
-                "messages whose content is text; images, sound and videos are not offered"
-            )
-    return cleaned
+def _with_images(
+    settings: TasksetSettings, row: Row, prompt: str | None, messages: Messages, where: str
+) -> tuple[Row, str | None, Messages, tuple[Image, ...]]:
+    try:
+        return row_images.with_images(settings, row, prompt, messages)
+    except ValueError as e:
+        named = settings.format.image_key
+        key = _key(settings, f"format.{'image_key' if named else 'messages_key'}")
+        raise ConfigError(f"{where}: {e}", key=key, given=named or None) from None
 
 
 def _tools(settings: TasksetSettings, row: Row, where: str) -> tuple[dict[str, Any], ...]:
     value = lookup(row, settings.format.tools_key)
     if value in (ABSENT, None, ""):
         return ()
-    tools = _from_json(value)
+    tools = from_json(value)
     if not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
         raise _wrong(
             settings,
@@ -539,15 +529,6 @@ def _tools(settings: TasksetSettings, row: Row, where: str) -> tuple[dict[str, A
             "a list of tools, or that list as JSON",
         )
     return tuple(tools)
-
-
-def _from_json(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_json(value)
-    except ValueError:
-        return None
 
 
 def _missing(settings: TasksetSettings, where: str, which: str, name: str, row: Row) -> ConfigError:

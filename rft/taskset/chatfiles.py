@@ -1,7 +1,7 @@
 """Render chats and count their tokens with a model folder's tokenizer and chat template, using only
 `tokenizers` and `jinja2`.
 
-Depends on the Hugging Face folder layout, on neither torch nor transformers.  Messages that a
+Depends on the Hugging Face folder layout, neither on torch nor, without images, on transformers.  Messages that a
 workflow adds to a chat are not counted.  Invariant: the text equals the engine's; the same files
 and rows leave out the same rows, however many processes count.
 """
@@ -19,12 +19,14 @@ from typing import Any
 
 import xxhash
 
-from rft.errors import ConfigError
+from rft.errors import ConfigError, SetupError
 from rft.files.disk import read_regular
 from rft.files.strict_json import parse_json
+from rft.images.processor import ImageProcessor
 from rft.taskset import parallel, template_worker
 from rft.taskset.settings import PromptLimit, TasksetSettings
 from rft.types import modelfiles
+from rft.types.images import names_in
 from rft.types.task import Task
 
 KEY = "model.model_path"
@@ -374,24 +376,27 @@ def _counted(
     second = next(parts, [])
     common = asdict(limit)
     all_parts = itertools.chain([first], [second] if second else [], parts)
-    indexes: list[list[int]] = []
+    indexes: list[list[tuple[int, int]]] = []
 
     def questions() -> Iterator[list[Any]]:
         for part in all_parts:
-            indexes.append([index for index, _, _ in part])
-            yield [(messages, tools) for _, messages, tools in part]
+            indexes.append([(index, more) for index, _, _, more in part])
+            yield [(messages, tools) for _, messages, tools, _ in part]
 
     if settings.num_process > 1 and second:
         answers = parallel.spread("chatfiles:count", common, questions(), settings.num_process)
     else:
         answers = (count(common, q) for q in questions())
     for answer in answers:
-        yield from zip(indexes.pop(0), answer, strict=True)
+        for (index, more), tokens in zip(indexes.pop(0), answer, strict=True):
+            yield index, tokens + more
 
 
 def _chats(
     tasks: Iterable[Task], settings: TasksetSettings, limit: PromptLimit
-) -> Iterator[tuple[int, list[Any], list[Any]]]:
+) -> Iterator[tuple[int, list[Any], list[Any], int]]:
+    """Yield (row, messages, tools, tokens of its images beyond their placeholders)."""
+    images = _ImageTokens(settings, limit)
     for task in tasks:
         try:
             messages = task.chat()
@@ -401,7 +406,41 @@ def _chats(
             raise ConfigError(
                 str(e), key=f"taskset {settings.name}.filter_overlong_prompts", given=True
             ) from None
-        yield task.index, messages, list(task.tools)
+        yield task.index, messages, list(task.tools), images.of(task)
+
+
+class _ImageTokens:
+    """Counts the tokens that images take beyond their placeholders."""
+
+    def __init__(self, settings: TasksetSettings, limit: PromptLimit) -> None:
+        self._settings = settings
+        self._limit = limit
+        self._processor: ImageProcessor | None = None
+
+    def of(self, task: Task) -> int:
+        """Raises ConfigError that names the row, for a model of texts too."""
+        if not task.images:
+            return 0
+        folder = self._limit.weights_path or self._limit.model_path
+        try:
+            if self._processor is None:
+                self._processor = ImageProcessor.of_model(
+                    folder, args=self._limit.image_processor_args
+                )
+            if self._processor is None:
+                raise ValueError(
+                    f"it shows images, and {folder} is no model of a family that is offered with "
+                    f"images"
+                )
+            texts = {x.sha256: self._processor.process(x.data).text for x in task.images}
+        except (ValueError, SetupError) as e:
+            raise ConfigError(
+                f"row {task.index} of {self._settings.path}: {e}",
+                key=f"taskset {self._settings.name}.format.image_key",
+                given=self._settings.format.image_key or None,
+            ) from None
+        files = _opened(self._limit.model_path)
+        return sum(files.count_tokens(texts[name]) - 1 for name in names_in(task.messages))
 
 
 def count(limit: dict[str, Any], chats: list[Any]) -> list[int]:

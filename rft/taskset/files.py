@@ -204,8 +204,11 @@ def _parquet(settings: TasksetSettings, path: Path) -> RowSource:
 
 
 def _of_texts(settings: TasksetSettings, source: str, schema: Any) -> None:
-    """Raise ConfigError for an Arrow schema with a column of images, sound or videos."""
-    if media := [field.name for field in schema if _MEDIA.search(str(field.type))]:
+    """Raise ConfigError for an Arrow schema with a column of images, sound or videos that
+    image_key does not name.
+    """
+    media = [field.name for field in schema if _MEDIA.search(str(field.type))]
+    if media := [name for name in media if name != settings.format.image_key]:
         offer = (
             "use a data set of texts, or save it without that column (remove_columns, then "
             "save_to_disk or to_parquet)"

@@ -22,8 +22,9 @@ import numpy as np
 import xxhash
 
 from rft.errors import ConfigError
-from rft.taskset.base import ABSENT, Taskset, as_chat, lookup, of_texts
+from rft.taskset.base import Taskset, of_texts
 from rft.taskset.chatfiles import KEY, ChatFiles, LeftOut, find_model, open_chat, read_settings
+from rft.taskset.messages import ABSENT, as_chat, lookup
 from rft.taskset.open_source import open_taskset
 from rft.taskset.settings import OfflineDataSettings
 from rft.types.experience import Demonstration, LabelledAnswer, Preference

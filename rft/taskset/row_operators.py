@@ -21,7 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rft.errors import ConfigError
 from rft.plugins import WithArgs, kind
-from rft.taskset.base import ABSENT, Row, lookup
+from rft.taskset.base import Row
+from rft.taskset.messages import ABSENT, lookup
 
 task_operator = kind("task_operator")
 

@@ -21,6 +21,7 @@ class FormatSettings:
     system_prompt_key: str | None = None
     system_prompt: str | None = None
     tools_key: str = "tools"
+    image_key: str = ""  # column of images; "" = none
     workflow_key: str = ""
     reward_fn_key: str = ""
     prompt_type: str = "plaintext"  # "plaintext" reads prompt_key, "messages" reads messages_key
@@ -42,6 +43,8 @@ class PromptLimit:
     refuse: bool = False  # the first such row is an error; rows without a chat are skipped
     chat_template: str | None = None  # None = the tokenizer's own
     chat_template_args: dict[str, Any] = field(default_factory=dict)
+    weights_path: str | None = None  # folder with the image processor; None = model_path
+    image_processor_args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,21 @@ class ImagePlace(Struct, frozen=True, array_like=True, gc=False):
     pixels: str = ""
 
 
+def as_parts(content: Any) -> list[dict[str, str]] | None:
+    """Return a message's content as text and image parts, without what else clients write into
+    them; None for other parts, and for images that have no name yet.
+    """
+    if not isinstance(content, list):
+        return None
+    parts: list[dict[str, str]] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in ("text", "image") or not isinstance(value := part.get(kind), str):
+            return None
+        parts.append({"type": kind, kind: value})
+    return parts
+
+
 def names_in(messages: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the names of the images that messages show, in order."""
     for message in messages:

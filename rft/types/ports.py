@@ -36,6 +36,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     images: tuple[Image, ...] = ()  # that `messages` show, each once
     # int32: prompt and answer of an earlier call, with which the prompt begins
     prefix_tokens: np.ndarray | None = None
+    prefix_places: tuple[ImagePlace, ...] = ()  # of the images in `prefix_tokens`
     prefix_messages: int = (
         0  # number of `messages` that `prefix_tokens` cover; the rest is rendered
     )

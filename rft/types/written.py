@@ -92,13 +92,20 @@ def _marked(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[lis
     for original in messages:
         message = dict(original)
         own_marks: list[Marks] = []
-        text = message.get("content")
-        if isinstance(text, str) and text.strip():
-            end = next(new)
-            # templates leave out the thought before an answer, and the blanks around any text
-            begin = "" if message.get("role") == "assistant" else next(new)
-            message["content"] = f"{begin}{text.strip()}{end}"
-            own_marks.append((begin, end) if begin else (end,))
+        content = message.get("content")
+        # templates leave out the thought before an answer, and the blanks around any text
+        both_ends = message.get("role") != "assistant"
+        if isinstance(content, str) and content.strip():
+            message["content"], marks_of_text = _with_marks(content, new, both_ends=both_ends)
+            own_marks.append(marks_of_text)
+        elif isinstance(content, list):
+            message["content"] = parts = [dict(part) for part in content]
+            marks_of_text = ()
+            for part in parts:
+                if isinstance(text := part.get("text"), str) and text.strip():
+                    part["text"], more = _with_marks(text, new, both_ends=both_ends)
+                    marks_of_text += more
+            own_marks += [marks_of_text] if marks_of_text else []
         if calls := message.get("tool_calls"):
             own_marks.append(tuple(itertools.islice(new, len(calls))))
             message["tool_calls"] = [
@@ -107,6 +114,15 @@ def _marked(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[lis
         marked.append(message)
         marks.append(own_marks)
     return marked, marks
+
+
+def _with_marks(text: str, new: Iterator[str], *, both_ends: bool) -> tuple[str, Marks]:
+    """Put marks at the end of a text and, with `both_ends`, at its beginning."""
+    end = next(new)
+    if not both_ends:
+        return f"{text.strip()}{end}", (end,)
+    begin = next(new)
+    return f"{begin}{text.strip()}{end}", (begin, end)
 
 
 def _places(

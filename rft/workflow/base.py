@@ -24,8 +24,10 @@ import numpy as np
 from rft.engine.base import PromptTooLong
 from rft.engine.settings import SELF
 from rft.errors import DeadlineExceeded
+from rft.images.decode import check
 from rft.plugins import Provider, kind
 from rft.types.completion import Completion, Layout, Score, Transcript, Turn
+from rft.types.images import Image, as_parts, names_in
 from rft.types.ports import ChatModel, GenerateRequest, ScoreRow
 from rft.types.readonly import read_only
 from rft.types.task import Task, plain_text
@@ -101,6 +103,7 @@ class RunContext:
         self._reward = reward
         self._task = task
         self._turns: list[Turn] = []
+        self._images = {image.sha256: image for image in task.images}
         self._requests = 0
         self.run = run
         self.request_id = request_id
@@ -148,8 +151,18 @@ class RunContext:
         request = self.request(messages, **arguments)
         completions = await self._model.generate(request)
         for completion in completions:
-            self.record(Turn(messages=request.messages, tools=request.tools, completion=completion))
+            self.record(turn_of(request, completion))
         return completions
+
+    def image(self, data: bytes) -> dict[str, str]:
+        """Return the part of a message that shows the image in `data`, a PNG, JPEG, WebP, BMP or
+        GIF file.  Raises ValueError for a file that cannot be used.
+        """
+        image = Image.of(data)
+        if image.sha256 not in self._images:
+            check(data)
+            self._images[image.sha256] = image
+        return image.part
 
     def request(
         self,
@@ -179,7 +192,7 @@ class RunContext:
         if self.seed is not None and sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self.seed(number))
         # copies: the caller may change its messages afterwards
-        conversation: tuple[dict[str, Any], ...] = read_only(tuple(map(_with_text, messages)))
+        conversation: tuple[dict[str, Any], ...] = read_only(tuple(map(_as_text, messages)))
         schemas: tuple[dict[str, Any], ...] = read_only(
             tuple(tools if tools is not None else self._task.tools)
         )
@@ -192,6 +205,8 @@ class RunContext:
             messages=conversation,
             tools=schemas,
             prompt_tokens=tuple(prompt_tokens),
+            images=self._shown(conversation),
+            prefix_places=() if parent is None else parent.completion.images,
             prefix_tokens=None if parent is None else _tokens(parent.completion),
             prefix_messages=0 if parent is None or not conversation else len(parent.messages) + 1,
             chat_template=chat_template if chat_template is not None else self._task.chat_template,
@@ -203,6 +218,16 @@ class RunContext:
             n=n,
             request_id=f"{self.request_id}-{number}",
         )
+
+    def _shown(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Image, ...]:
+        """Return the images of messages, each once.  Raises ValueError for an unknown one."""
+        names = list(dict.fromkeys(names_in(messages)))
+        if unknown := [name for name in names if name not in self._images]:
+            raise ValueError(
+                f"a message shows image {unknown[0]!r:.80}, which this run does not have; make the "
+                f"part with ctx.image(data), or take it from task.messages"
+            )
+        return tuple(self._images[name] for name in names)
 
     def record(self, turn: Turn) -> None:
         """Add a call of the policy that was made elsewhere."""
@@ -346,9 +371,19 @@ class RunContext:
         )
 
 
-def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a message with its text parts joined.  Raises ValueError for images and sound, which
-    templates leave out or write as code.
+def turn_of(request: GenerateRequest, completion: Completion) -> Turn:
+    """Return the record of one answer to `request`."""
+    return Turn(
+        messages=request.messages,
+        tools=request.tools,
+        images=request.images,
+        completion=completion,
+    )
+
+
+def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a message with its text parts joined, or with its text and image parts.  Raises
+    ValueError for other parts, which templates leave out or write as code.
     """
     if not isinstance(message, Mapping):
         raise TypeError(
@@ -356,12 +391,14 @@ def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
             f"answer: answer.message"
         )
     content = message.get("content")
-    if (text := plain_text(content)) is None:
+    if (text := plain_text(content)) is not None:
+        return {**message, "content": text} if isinstance(content, list) else dict(message)
+    if (parts := as_parts(content)) is None:
         raise ValueError(
-            "content of a message must be a text or a list of text parts; images and sound are not "
-            "offered"
+            "content of a message must be a text or a list of parts: of text, and of images as "
+            "ctx.image(data) gives them; sound and videos are not offered"
         )
-    return {**message, "content": text} if isinstance(content, list) else dict(message)
+    return {**message, "content": parts}
 
 
 def _tokens(c: Completion) -> np.ndarray:

@@ -22,7 +22,7 @@ from rft.reward.base import checked
 from rft.types.completion import Completion, Score, Turn, without_reasoning
 from rft.types.ports import ChatModel, GenerateRequest
 from rft.types.task import SamplingArgs, Task
-from rft.workflow.base import RunContext, seed_for
+from rft.workflow.base import RunContext, seed_for, turn_of
 from rft.workflow.endpoint_answers import ApiAnswer, usage
 from rft.workflow.endpoint_wire import ApiError, ApiRequest, in_call_order
 
@@ -251,9 +251,7 @@ class RunSession(Session):
         for prompt in _prompts(request, request.tools):
             call = self._ctx.request(**prompt, numbered=numbered, **overrides)
             completions = await self._ctx.policy.generate(call)
-            turns += [
-                Turn(messages=call.messages, tools=call.tools, completion=c) for c in completions
-            ]
+            turns += [turn_of(call, c) for c in completions]
         if any(t.completion.finish_reason == "abort" for t in turns):
             raise ApiError(
                 503,

@@ -17,7 +17,7 @@ import msgspec
 from rft.types.credit import run_rewards
 from rft.types.experience import BASELINE_KEY, Experience, failed, scored_members
 from rft.types.ids import GroupId, Version
-from rft.types.ports import ChatModel
+from rft.types.ports import NO_IMAGES, ChatModel
 from rft.types.task import Task
 from rft.workflow.base import NO_MODELS, RunContext
 from rft.workflow.call_workflow import RunError
@@ -58,6 +58,11 @@ class PlayedGroup:
         return [x for r in self.runs for x in r.experiences]
 
     @property
+    def images(self) -> dict[str, bytes]:
+        """Files of the images in `rows`, by name."""
+        return {name: data for r in self.runs for name, data in r.images.items()}
+
+    @property
     def wholly_failed(self) -> bool:
         return all(r.failed for r in self.runs)
 
@@ -82,7 +87,12 @@ class PlayedGroup:
         """Return the group with every run as a failed record, for rows that cannot be stored."""
         info = {"traceback": _unicode(traceback)} if traceback else None
         runs = tuple(
-            replace(run, experiences=(self._failed(run, detail, info),), value=None)
+            replace(
+                run,
+                experiences=(self._failed(run, detail, info),),
+                value=None,
+                images=NO_IMAGES,
+            )
             for run in self.runs
         )
         return PlayedGroup(self.id, self.task, runs, accepted=False, reason=reason)

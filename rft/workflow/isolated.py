@@ -34,7 +34,7 @@ from rft.types.task import Task
 from rft.worker import framing
 from rft.worker.forking import ForkingProcess
 from rft.worker.process import START_TIMEOUT_S, environment
-from rft.workflow.base import RunContext
+from rft.workflow.base import RunContext, turn_of
 from rft.workflow.isolation_wire import (
     MAX_FRAME,
     Answer,
@@ -241,9 +241,7 @@ class _RunCalls:
             request = msgspec.structs.replace(request, sampling=seeded)
         completions: list[Completion] = await model.generate(request)
         for number, completion in enumerate(completions):
-            self._turns[call.id, number] = Turn(
-                messages=request.messages, tools=request.tools, completion=completion
-            )
+            self._turns[call.id, number] = turn_of(request, completion)
         # no workflow reads routed experts
         return [msgspec.structs.replace(c, routed_experts=None) for c in completions]
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -25,6 +25,7 @@ from rft.secrets import redact
 from rft.types.completion import Score, Transcript
 from rft.types.experience import Experience, failed
 from rft.types.ids import GroupId
+from rft.types.ports import NO_IMAGES
 from rft.types.task import Task
 from rft.worker.threads import OutOfTime, in_time, last_lines
 from rft.worker.waiting import waits
@@ -59,6 +60,7 @@ class PlayedRun:
     reward_s: float
     attempts: int
     ended: Ended = ""
+    images: Mapping[str, bytes] = field(default_factory=dict)  # files that its calls show, by name
 
     @property
     def failed(self) -> bool:
@@ -244,7 +246,16 @@ class TaskRuns:
                 error = e
         if error is not None:
             rows = (self._failed(run, error),)
-        return PlayedRun(rows, value, run.run_s, reward_s, run.attempt + 1, run.ended)
+        shown = {place.sha256 for row in rows for place in row.images}
+        images = NO_IMAGES
+        if shown and run.transcript is not None:
+            images = {
+                image.sha256: image.data
+                for turn in run.transcript.turns
+                for image in turn.images
+                if image.sha256 in shown
+            }
+        return PlayedRun(rows, value, run.run_s, reward_s, run.attempt + 1, run.ended, images)
 
     def _failed(self, run: Run, error: Exception) -> Experience:
         """Make the row of a failed run: one line of reason, and the end of the traceback; without

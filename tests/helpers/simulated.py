@@ -195,7 +195,9 @@ class Ranks:
 
     key = 0
 
-    async def stage(self, version: Version, transport: Any) -> WeightManifest:
+    async def stage(
+        self, version: Version, transport: Any, *, average: bool = False
+    ) -> WeightManifest:
         made = WeightManifest(version=version, transport="memory", path="", tensors=())
         self.key = weights_key(made)
         return made

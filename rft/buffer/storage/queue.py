@@ -25,7 +25,10 @@ MAGIC = b"RFTQ"
 SUFFIX = ".seg"
 SEGMENT_BYTES = 64 << 20
 CACHE_BYTES = 256 << 20
-_REFERRED = text("SELECT 1 FROM groups WHERE locator LIKE :locator LIMIT 1")
+_REFERRED = text(
+    "SELECT 1 FROM groups WHERE locator LIKE :locator UNION ALL "
+    "SELECT 1 FROM images WHERE locator LIKE :locator LIMIT 1"
+)
 
 
 @storage("queue")

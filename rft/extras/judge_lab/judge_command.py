@@ -171,8 +171,8 @@ def _for_file(
     """The taskset over the rows of `stored`.  A column that holds messages, or {ground_truth}, is
     read as what it is.
     """
-    from rft.taskset.base import lookup
     from rft.taskset.files import open_path
+    from rft.taskset.messages import lookup
 
     if not stored.is_file():
         raise ConfigError("is not a file", key="--input", given=str(stored))
@@ -327,7 +327,7 @@ def _of_file(
     opened: Taskset, response_key: str, label_key: str | None, limit: int | None
 ) -> list[Any]:
     from rft.extras.judge_lab.judge_eval import number
-    from rft.taskset.base import ABSENT, lookup
+    from rft.taskset.messages import ABSENT, lookup
 
     rows: list[Any] = []
     for task in map(opened.task, range(len(opened))):

@@ -163,6 +163,13 @@ def test_a_bug_shows_its_traceback_without_secrets(
     assert f"Look at {__file__}, line " in err, "the author's line"
 
 
+def test_half_a_character_is_written_as_an_escape() -> None:
+    """G13: an error of a reward with one ended `rft check` as a bug in rft."""
+    code = "from rft.cli import main\nmain._prepare_process()\nprint('half \\ud800')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "half \\ud800\n"), done.stderr
+
+
 def test_ctrl_c_is_130(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "a.log").write_text("2026-01-01 00:00:00,000 I x: first\n")

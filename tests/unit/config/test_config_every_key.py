@@ -85,6 +85,7 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "algorithm.optimizer.momentum": {"algorithm.optimizer.optimizer_type": "sgd"},
     "trainer.critic.optimizer.momentum": {"trainer.critic.optimizer.optimizer_type": "sgd"},
     "explorer.over_rollout.ratio": {"buffer.on_short_batch": "train"},
+    f"{AUX}.moving_average": {f"{AUX}.model_path": "m"},
     "explorer.max_inflight_batches": {"synchronizer.sync_style": "fully_async"},
     "synchronizer.staleness_threshold": {"synchronizer.sync_style": "fully_async"},
     "synchronizer.nccl.bucketed_broadcast": {"synchronizer.sync_method": "nccl"},

@@ -23,6 +23,7 @@ from rft.extras.migrate.compat.trinity_home import Home
 from rft.types.completion import Completion, Turn
 from rft.types.ports import ChatModel, GenerateRequest, ScoreRow
 from rft.types.task import SamplingArgs
+from rft.workflow.base import turn_of
 
 _FIELDS = frozenset(f.name for f in msgspec.structs.fields(SamplingArgs))
 _REST = {"logprobs", "n", "tools", "lora_request"}  # log-probs are always there
@@ -258,9 +259,7 @@ class ModelWrapper:
         if self._name is not None:
             request = msgspec.structs.replace(request, prefix_tokens=None, prefix_messages=0)
         completions = await self._model.generate(request)
-        turns = [
-            Turn(messages=request.messages, tools=request.tools, completion=c) for c in completions
-        ]
+        turns = [turn_of(request, c) for c in completions]
         if self._name is None:
             for i, turn in enumerate(turns):
                 (contexts[i % len(contexts)] if n > 1 else asker).record(turn)

@@ -1,0 +1,214 @@
+"""Read the images of rows, and put them into the messages of their tasks.
+
+An image of a row is a path (relative to the file of the taskset), a data URL, bytes, {"bytes": ...,
+"path": ...} as Arrow keeps it, or a picture as `datasets` decodes it.  Nothing is downloaded.  Knows
+no model.  Invariant: every image is decoded once before its task exists, and each marker or part
+that stands for an image gets one, in order.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+from rft.images.decode import MAX_FILE_BYTES, check
+from rft.taskset.messages import ABSENT, lookup
+from rft.taskset.settings import TasksetSettings
+from rft.types.images import Image
+
+MARKER = "<image>"
+_DATA_URL = re.compile(r"data:[\w/+.-]*(?P<params>(;[\w=.-]+)*),", re.ASCII)
+_SHOWN_CHARS = 60
+
+
+def read(value: Any, folder: Path) -> list[Image]:
+    """Return the images of a column: one, a list, or none.  Raises ValueError with the reason."""
+    if value is None or value == "":
+        return []
+    values = value if isinstance(value, list | tuple) else [value]
+    images = []
+    for number, item in enumerate(values):
+        try:
+            image = Image.of(_bytes(item, folder))
+            check(image.data)
+        except (ValueError, OSError) as e:
+            raise ValueError(f"image {number + 1} of {len(values)}: {e}") from e
+        images.append(image)
+    return images
+
+
+def of_url(url: Any) -> bytes:
+    """Return the bytes of a data URL.  Raises ValueError for another address."""
+    if not isinstance(url, str) or (head := _DATA_URL.match(url)) is None:
+        raise ValueError(
+            f"{_short(url)} is no data URL; nothing is downloaded, so write the image itself as "
+            f"data:image/png;base64,..."
+        )
+    if len(url) > 2 * MAX_FILE_BYTES:
+        raise ValueError(f"a data URL of {len(url):,} characters is too large")
+    body = url[head.end() :]
+    if not (head["params"] or "").endswith(";base64"):
+        return unquote_to_bytes(body)
+    try:
+        return base64.b64decode(body, validate=True)
+    except binascii.Error as e:
+        raise ValueError(f"a data URL that is not base64: {e}") from None
+
+
+def folder_of(path: str) -> Path:
+    """Return the folder that the paths of a taskset's images are relative to."""
+    place = Path(path).expanduser()
+    return place if place.is_dir() else place.parent if place.is_file() else Path()
+
+
+def with_images(
+    settings: TasksetSettings,
+    row: dict[str, Any],
+    prompt: str | None,
+    messages: tuple[dict[str, Any], ...],
+) -> tuple[dict[str, Any], str | None, tuple[dict[str, Any], ...], tuple[Image, ...]]:
+    """Return the row with names in place of its images, its prompt, or messages that show the
+    images, and these.  Raises ValueError with the reason.
+    """
+    fmt = settings.format
+    value = lookup(row, fmt.image_key) if fmt.image_key else ABSENT
+    folder = folder_of(settings.path)
+    files = read(None if value is ABSENT else value, folder)
+    chat = messages or ({"role": "user", "content": prompt},)
+    chat, images = placed(chat, files, folder)
+    if not images:
+        return row, prompt, messages, ()
+    if fmt.image_key in row:
+        row = {**row, fmt.image_key: [image.sha256 for image in files]}
+    if fmt.prompt_type == "messages" and fmt.messages_key in row:
+        row = {**row, fmt.messages_key: list(chat)}
+    return row, None, chat, images
+
+
+def _bytes(value: Any, folder: Path) -> bytes:
+    from PIL import ImageOps
+    from PIL.Image import Image as Picture
+
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, Mapping):
+        inner = next((value[k] for k in ("bytes", "image", "url", "path") if value.get(k)), None)
+        return _bytes(inner, folder)
+    if isinstance(value, str) and value.startswith("data:"):
+        return of_url(value)
+    if isinstance(value, str) and value:
+        return _file(value, folder)
+    if isinstance(value, Picture):  # as `datasets` decodes it
+        file = io.BytesIO()
+        ImageOps.exif_transpose(value).save(file, "PNG")
+        return file.getvalue()
+    raise ValueError(
+        f"{_short(value)} ({type(value).__name__}) is no image; give a path, a data URL or bytes"
+    )
+
+
+def _file(value: str, folder: Path) -> bytes:
+    if "://" in value and not value.startswith("file://"):
+        raise ValueError(f"{_short(value)} is an address; download it and name the file")
+    path = folder / Path(value.removeprefix("file://")).expanduser()
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist, or is no file")
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ValueError(f"{path} has more than {MAX_FILE_BYTES:,} bytes")
+    return path.read_bytes()
+
+
+def placed(
+    messages: Sequence[Mapping[str, Any]], images: Sequence[Image], folder: Path
+) -> tuple[tuple[dict[str, Any], ...], tuple[Image, ...]]:
+    """Return messages whose content names its images, and these images, each once.
+
+    Parts with an image of their own keep it.  `images`, those of a column, go to the parts without
+    one and to the markers <image> in texts, in order; without either they stand before the text of
+    the last message of the user.  Raises ValueError unless there are as many as places for them.
+    """
+    rest = iter(images)
+    by_name: dict[str, Image] = {}
+    count = 0
+
+    def image_part(image: Image | None) -> dict[str, str]:
+        nonlocal count
+        if image is None:
+            count += 1
+            image = next(rest, None)
+        if image is None:
+            return {}
+        by_name[image.sha256] = image
+        return image.part
+
+    done = [_message(m, image_part, bool(images), folder) for m in messages]
+    if images and not count:
+        at = max((i for i, m in enumerate(done) if m.get("role") == "user"), default=len(done) - 1)
+        count = len(images)
+        done[at] = {**done[at], "content": [*map(image_part, images), *_texts(done[at]["content"])]}
+    if count != len(images):
+        raise ValueError(
+            f"{count} places for images ({MARKER} in texts, or parts of type image without one), "
+            f"and {len(images)} images"
+        )
+    return tuple(done), tuple(by_name.values())
+
+
+def _message(
+    message: Mapping[str, Any], image_part: Any, split: bool, folder: Path
+) -> dict[str, Any]:
+    content = message.get("content")
+    if isinstance(content, str) and split and MARKER in content:
+        return {**message, "content": [*_marked(content, image_part)]}
+    if not isinstance(content, list):
+        return dict(message)
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in ("image", "image_url"):
+            parts.append(image_part(_image_of(part, folder)))
+        elif kind == "text" and isinstance(part.get("text"), str):
+            parts += _marked(part["text"], image_part) if split else [{"type": "text", **part}]
+        else:
+            raise ValueError(
+                f"a part of type {kind!r}; a message's content is text and images, sound and "
+                f"videos are not offered"
+            )
+    return {**message, "content": parts}
+
+
+def _image_of(part: Mapping[str, Any], folder: Path) -> Image | None:
+    """Return the image that a part holds; None: it is the next of the row's column."""
+    value = next((part[k] for k in ("image", "image_url", "url", "path") if part.get(k)), None)
+    if value is None:
+        return None
+    (image,) = read([value], folder)
+    return image
+
+
+def _marked(text: str, image_part: Any) -> Iterator[dict[str, str]]:
+    """Yield the parts of a text with markers."""
+    first, *later = text.split(MARKER)
+    if first:
+        yield {"type": "text", "text": first}
+    for piece in later:
+        yield image_part(None)
+        if piece:
+            yield {"type": "text", "text": piece}
+
+
+def _texts(content: Any) -> list[dict[str, Any]]:
+    if isinstance(content, list):
+        return content
+    return [{"type": "text", "text": content}] if content else []
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
