@@ -79,14 +79,14 @@ class RuntimeContract:
             runtime.kill()
 
     def test_a_program_is_run(self, start: Callable[..., AgentRuntime]) -> None:
-        runtime = start(env={"A": "1"}, workdir="/work/here")
+        runtime = start(env={"A": "1"}, workdir="/srv/here")
         script = "pwd; echo $A$B; cat; echo wrong >&2; exit 3"
         done = runtime.exec(
             ["sh", "-c", script], stdin=b"given\n", env={"B": "2"}, timeout_s=LIMIT_S
         )
         assert (done.code, done.output, done.errors) == (
             3,
-            b"/work/here\n12\ngiven\n",
+            b"/srv/here\n12\ngiven\n",
             b"wrong\n",
         )
         assert runtime.exec(["no-such-program"], timeout_s=LIMIT_S).code == 127
