@@ -1,7 +1,7 @@
 """What a teacher's likely tokens cost: a train step and the bytes of a trained token, beside plain
 on-policy distillation from the sampled token.
 
-    python scripts/distill_step.py [--k 20] [--rounds 5] [--layers 30]
+    python scripts/distill_step.py [--k 20] [--rounds 3] [--layers 30]
 
 A model of SmolLM2-135M's sizes with random weights, float32, all cores; both algorithms train the
 same rows in turn.  Seconds are of the processor, so that other work on the machine counts little.
@@ -108,7 +108,7 @@ def token_bytes(given: list[TrainRow]) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--k", type=int, default=20, help="likely tokens at each position")
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each algorithm")
+    parser.add_argument("--rounds", type=int, default=3, help="steps of each algorithm")
     parser.add_argument(
         "--layers", type=int, default=30, help="fewer: the output layer weighs more"
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, select
 
 from rft.buffer.schema import ask, image_uses, images, parts, put_many
 from rft.buffer.storage.base import REMEDY, Storage
@@ -53,6 +53,12 @@ def files_of(tx: Connection, storage: Storage, groups: Sequence[str]) -> dict[st
                 f"payload {locators[name]} is not image {name} as it was stored. {REMEDY}"
             )
     return files
+
+
+def file_of(tx: Connection, storage: Storage, name: str) -> bytes | None:
+    """Return one file; None if no row shows it.  Raises PayloadDamaged."""
+    row = tx.execute(select(images.c.locator).where(images.c.sha256 == name)).one_or_none()
+    return None if row is None else storage.get([row.locator], tx)[0]
 
 
 def release(tx: Connection, groups: Sequence[str]) -> list[str]:

@@ -17,6 +17,7 @@ from rft.buffer.schema import RUN_REWARD, tables_size
 from rft.errors import ConfigError, PayloadDamaged
 from rft.types.experience import Experience
 from rft.types.ids import Version
+from rft.types.images import names_in
 from rft.types.token_logprobs import TrainerTokens
 
 _AVAILABLE = "CAST(sum(available) AS BIGINT) AS available"
@@ -244,8 +245,8 @@ def _is_exchange(value: Any) -> bool:
     )
 
 
-def conversation(x: Shown) -> list[dict[str, str]]:
-    """Return messages as role, text and tool calls; for a row without payload, prompt and response."""
+def conversation(x: Shown) -> list[dict[str, Any]]:
+    """Return messages as role, text, tool calls and names of images; for a row without payload, prompt and response."""
     if x.payload is None or not x.payload.messages:
         return [
             {"role": "prompt", "text": x.row["prompt_text"] or ""},
@@ -256,6 +257,7 @@ def conversation(x: Shown) -> list[dict[str, str]]:
             "role": str(m.get("role", "?")) + (f" {m['name']}" if m.get("name") else ""),
             "text": _content_text(m.get("content")),
             "calls": "\n".join(_call_text(c) for c in m.get("tool_calls") or ()),
+            "images": list(names_in([m])),
         }
         for m in x.payload.messages
     ]
@@ -268,6 +270,8 @@ def _content_text(content: Any) -> str:
         return "\n".join(
             str(p["text"])
             if isinstance(p, dict) and isinstance(p.get("text"), str)
+            else f"[image {str(p.get('image'))[:12]}]"
+            if isinstance(p, dict) and p.get("type") == "image"
             else plain_text(p)
             for p in content
         )

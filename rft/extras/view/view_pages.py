@@ -31,6 +31,7 @@ from rft.extras.view.html import HERE, environment
 from rft.extras.view.live_events import live
 from rft.extras.view.metric_curves import AXES, Axis, Curves
 from rft.extras.view.opened_run import OpenedRun, group_of
+from rft.extras.view.shown_images import image_answer
 from rft.extras.view.token_colours import COLOURS, shown_tokens
 from rft.monitor import curves as curve_pictures
 from rft.monitor.pictures import svg
@@ -75,6 +76,7 @@ class ViewPages:
             "timeline.svg": self._timeline,
             "rollouts": self._rollouts,
             "rollout/{id}": self._rollout,
+            "image/{name}": self._image,
             "group/{id}": self._group,
             "task": self._task,
             "sql": self._sql,
@@ -301,6 +303,11 @@ class ViewPages:
         values["info"].pop("reward_weights", None)
         values |= {"judged": judge_exchanges(values["info"]), "plain": plain_text}
         return self._run_page(request, "rollout", {**values, "by": by, "colours": COLOURS})
+
+    async def _image(self, request: web.Request, run: OpenedRun) -> web.Response:
+        name = request.match_info["name"]
+        data, kind = await run.ask(lambda q: image_answer(q, name))
+        return web.Response(body=data, content_type=kind)
 
     async def _group(self, request: web.Request, run: OpenedRun) -> web.Response:
         try:
