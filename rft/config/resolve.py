@@ -127,7 +127,6 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
     plan_trainer.deterministic(ctx, work.train)
     schedule = plan_schedule.schedule(ctx, work.counted, work.rows)
     cross_rules.memory_transport_needs_one_node(ctx)
-    cross_rules.images_need_engine_and_rows(ctx, (*train, *evals), engines[0].engine_type)
     _unread_buffers(ctx, work)
     return filled(
         Plan,
@@ -225,6 +224,7 @@ def _workload(
     num_batches: NumBatches | None,
 ) -> Workload:
     """What there is to do, by the kind of mode."""
+    cross_rules.images_need_engine_and_rows(ctx, (*train, *evals), engine.engine_type)
     train, evals = limit_prompts(
         ctx.config, train, evals, engine, num_process(ctx.config, ctx.facts)
     )
