@@ -341,7 +341,7 @@ def test_json_has_the_promised_keys(tiny_model: Path) -> None:
     assert (
         found["step"]["epochs"] == 0.4
         and found["step"]["staleness_bound"] == 0
-        and "explore step 1 waits" in found["step"]["sync"]
+        and "explore step 2 waits" in found["step"]["sync"]
     )
 
 
