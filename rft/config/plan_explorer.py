@@ -197,10 +197,10 @@ def buffer(ctx: Context) -> BufferSettings:
         and b.storage_type not in REGISTRY.names("storage")
     ):
         text = (
-            f"unknown storage {b.storage_type!r}.  Known: {', '.join(STORAGES)}, or your own: "
-            f"pkg.module:Name, path/file.py:Name."
+            f"unknown storage {b.storage_type!r}.{nearest(b.storage_type, STORAGES)}  "
+            f"Known: {', '.join(STORAGES)}, or your own: pkg.module:Name, path/file.py:Name."
         )
-        ctx.error(f"{_BUFFER}.storage_type", text + nearest(b.storage_type, STORAGES))
+        ctx.error(f"{_BUFFER}.storage_type", text)
     if b.capacity < ctx.config.buffer.batch_size:
         ctx.error(
             f"{_BUFFER}.capacity",

@@ -148,6 +148,12 @@ def test_bounds_of_requests() -> None:
         endpoint.BODY_S,
     )
     assert bounds == (16 << 20, 1 << 20, 64, 15.0, 15.0)
-    assert endpoint.KEEP_ALIVE_S == 15.0 and "or after 15 s, with comments until then" in text
-    for figure in ("at most 16 MiB", "million values", "64 levels", "more than 15 s", "15 s more"):
+    assert endpoint.KEEP_ALIVE_S == 15.0 and "longer than 15 s is preceded by comments" in text
+    for figure in (
+        "at most 16 MiB",
+        "million values",
+        "64 levels",
+        "take longer than 15 s",
+        "another 15 s",
+    ):
         assert figure in text

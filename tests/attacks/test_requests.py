@@ -143,7 +143,7 @@ async def test_an_answer_that_cannot_be_read_fails_its_own_request(
 async def test_an_engine_that_breaks_while_it_reads_prompts_answers_everybody_at_once(
     transformers: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(sequences: object) -> None:
+    def broken(*sequences: object) -> None:
         raise RuntimeError("the model is broken")
 
     monkeypatch.setattr(transformers._batch._forwards, "prefill", broken)

@@ -430,9 +430,10 @@ def divergence(
 
     def formula(s: Step, live: Array, still: Array, mode: str) -> float:
         values = []
-        for now, fixed, old, ref in zip(live, still, s.old, s.ref, strict=True):
+        for now, fixed, old, ref, expert in zip(live, still, s.old, s.ref, s.expert, strict=True):
             p, t = math.exp(now), math.exp(min(ref, -0.02))
-            weight = 1.0 if ratio is None else min(math.exp(fixed - old), ratio)
+            sampled = ratio is not None and not expert
+            weight = min(math.exp(fixed - old), ratio) if sampled else 1.0
             values.append(weight * (part(t, p) + part(1 - t, 1 - p)))
         return aggregated(values, s.rows, mode)
 

@@ -208,7 +208,7 @@ def test_a_proximal_window_keeps_the_adapter_only(
     before = scores(trained, rows)
     trained.remember()
     trained.step(make_batch(rows, trained.settings, step=3))
-    (kept,) = trained.score([rows], ("old",), True)
+    (kept,) = trained.score([rows], ("old",), "window")
     assert (
         apart(np.concatenate([k["old"] for k in kept]), before) == 0.0
         and apart(scores(trained, rows), before) > 0.01
