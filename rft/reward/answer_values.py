@@ -25,7 +25,7 @@ _MONTH = (
     r"(?i:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?|nov(?:ember)?"
     r"|dec(?:ember)?)\.?"
 )
-_SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12, "lakh": 5, "crore": 7} | {
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "lakh": 5, "crore": 7} | {
     "k": 3,
     "K": 3,
     "M": 6,
@@ -48,7 +48,7 @@ _VALUE = re.compile(
     r"(?:(?:(?P<ones>\d++)(?: and)? )?(?P<over>\d++) ?/ ?(?P<under>\d++)(?!/|[.]\d)"
     rf"|(?P<digits>{_DIGITS})"
     r"(?:[eE](?P<exponent>[-+]?\d++)(?!\w)| ?\* ?10\^(?P<ten>[-+]?\d++)|\^(?P<power>[-+]?\d++))?)"
-    r"(?P<scale> (?:thousand|million|billion|trillion|lakh|crore)\b|[kKMB]\b| ?[万亿])?"
+    r"(?P<scale> (?:hundred|thousand|million|billion|trillion|lakh|crore)\b|[kKMB]\b| ?[万亿])?"
     r"(?P<end>)(?:(?!s\b) "
     r"?(?P<unit>(?:°[CF]?|[^\W\d_]{1,20}+|[%€£¥₹])(?:\^-?\d)?(?:/[^\W\d_]{1,20}+(?:\^\d)?)*))?"
 )
@@ -60,9 +60,9 @@ _OPERAND = r"(?:[\d(√π\\]|[b-zB-HJ-Z]\b)"
 # text before a number that is part of an operation, an index, a time or a function
 _PART_OF = re.compile(
     r"(?:[\w)\]π%] ?[+*/^] ?\(?|\w_\(?|[±√] ?\(?|(?:\b[A-Za-z]|[\d%)\]]) ?- "
-    r"?|\d:|\b(?:[a-zA-Z]|log|ln|sin|cos|tan|exp) ?\()$"
+    r"?|\d:|\b[a-zA-Z] ?\(|\b(?:log|ln|sin|cos|tan|exp|sqrt) ?\(?|[≤≥] ?)$"
 )
-_GOES_ON = re.compile(rf" ?(?:[+*/^] ?{_OPERAND}|[π√]|- ?{_OPERAND}|:\d)")
+_GOES_ON = re.compile(rf" ?(?:[+*/^] ?{_OPERAND}|[π√]|- ?{_OPERAND}|:\d| dozen\b)")
 _DENIED = re.compile(r"(?:\bnot|n't) ?$")
 _OR = re.compile(
     r"(?: [^\W\d_]+){0,2} ?[,(]? ?(?:or|oder|ou|或者?|または|или) ?(?:maybe|perhaps|possibly)? ?"
@@ -100,6 +100,8 @@ _NOTATIONS = [
         (r"\\pm(?![a-z])", "±"),
         (r"\\approx(?![a-z])|[≈≃]", "="),
         (r"(= ?)- (?=\d)", r"\1-"),
+        (r"(?i)(?<=\d) minus (?=\d)", " - "),
+        (r"(?i)\b(?:minus|negative) (?=[\d$.])", "-"),
         (r"\\?\{", " ("),
         (r"\\?\}", ") "),
         (r"\b(square|cubic) ([a-z]+)", lambda m: f"{m[2]}^{2 if m[1] == 'square' else 3}"),
@@ -109,7 +111,7 @@ _NOTATIONS = [
     )
 ]
 # text that some notation rewrites
-_MARKS = re.compile(r"[\\$*`_^{}~×·⋅∙∗÷≈≃]|\d ?x ?\d|= ?- |\b(?:square|cubic|per|base) ")
+_MARKS = re.compile(r"[\\$*`_^{}~×·⋅∙∗÷≈≃]|\d ?x ?\d|= ?- |\b(?:square|cubic|per|base|(?i:minus|negative)) ")
 
 
 class Value(NamedTuple):
