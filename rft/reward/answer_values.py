@@ -25,7 +25,15 @@ _MONTH = (
     r"(?i:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?|nov(?:ember)?"
     r"|dec(?:ember)?)\.?"
 )
-_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "lakh": 5, "crore": 7} | {
+_SCALES = {
+    "hundred": 2,
+    "thousand": 3,
+    "million": 6,
+    "billion": 9,
+    "trillion": 12,
+    "lakh": 5,
+    "crore": 7,
+} | {
     "k": 3,
     "K": 3,
     "M": 6,
@@ -111,7 +119,9 @@ _NOTATIONS = [
     )
 ]
 # text that some notation rewrites
-_MARKS = re.compile(r"[\\$*`_^{}~×·⋅∙∗÷≈≃]|\d ?x ?\d|= ?- |\b(?:square|cubic|per|base|(?i:minus|negative)) ")
+_MARKS = re.compile(
+    r"[\\$*`_^{}~×·⋅∙∗÷≈≃]|\d ?x ?\d|= ?- |\b(?:square|cubic|per|base|(?i:minus|negative)) "
+)
 
 
 class Value(NamedTuple):
