@@ -1,7 +1,7 @@
 """Image files of rows: each is one block of the payload storage, named by its sha256.
 
 The ledger notes which groups show an image (table `image_uses`), so that a file is stored once and
-freed with the last group that shows it.  Knows no formats.  Invariant: a group's images are stored
+freed with the last group that shows it.  Independent of image formats.  Invariant: a group's images are stored
 before or with its rows, in one transaction.
 """
 

@@ -1,8 +1,8 @@
 """Put the features of images among the embeddings of tokens, for forwards of transformers' models.
 
 Features go to the places that a prompt names: a placeholder that the policy sampled is text like
-any other token.  Knows what vision-language models have in common (image features, 3-d positions,
-kinds of tokens), and no request.
+any other token.  Depends on what vision-language models have in common (image features, 3-d
+positions, kinds of tokens), not on requests.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from rft.images.processor import PreparedImage, Sight
+from rft.images.processor import Sight, tower_arrays
 
 
 class VisionInputs(NamedTuple):
@@ -28,6 +27,12 @@ class VisionInputs(NamedTuple):
 def tells_types(body: Any) -> bool:
     """Return whether tokens of an image see each other, so the model is told the kinds of tokens."""
     return "token_type_ids" in inspect.signature(body.forward).parameters
+
+
+def chosen_features(features: Any, order: torch.Tensor) -> torch.Tensor:
+    """Return features [N, H] in `order` [N] from those of the images, one tensor or many."""
+    every = features if isinstance(features, torch.Tensor) else torch.cat(list(features))
+    return every.flatten(0, -2).index_select(0, order)
 
 
 def vision_inputs(
@@ -48,13 +53,16 @@ def vision_inputs(
             types[number, torch.from_numpy(at)] = 1
             order.append(first[image.hash] + torch.arange(image.num_tokens))
     at_features = torch.cat(order).to(device)
-    out = body.get_image_features(**_arrays(list(images.values()), device), return_dict=True)
+    arrays = tower_arrays(list(images.values()))
+    out = body.get_image_features(
+        **{name: torch.from_numpy(array).to(device) for name, array in arrays.items()},
+        return_dict=True,
+    )
     show = types.bool()
     tokens = lm.get_input_embeddings()(ids.masked_fill(show, 0))
 
     def placed(features: Any) -> torch.Tensor:
-        every = features if isinstance(features, torch.Tensor) else torch.cat(list(features))
-        return every.flatten(0, -2)[at_features].to(tokens.dtype)
+        return chosen_features(features, at_features).to(tokens.dtype)
 
     embeds = tokens.masked_scatter(show[..., None], placed(out.pooler_output))
     arguments: dict[str, Any] = {"inputs_embeds": embeds}
@@ -77,12 +85,3 @@ def vision_inputs(
         attention_mask=(places < torch.tensor(lengths, device=device)[:, None]).long(),
     )
     return VisionInputs(module, arguments, deltas.flatten().tolist())
-
-
-def _arrays(images: Sequence[PreparedImage], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return what the vision tower reads, by the names of the model's method."""
-    values = np.concatenate([image.pixel_values for image in images])
-    arrays = {"pixel_values": torch.from_numpy(values).to(device)}
-    if images[0].grid:
-        arrays["image_grid_thw"] = torch.tensor([image.grid for image in images], device=device)
-    return arrays

@@ -69,6 +69,14 @@ class PreparedImage(NamedTuple):
     hash: str  # xxh3-128 of the shape and the values
 
 
+def tower_arrays(images: Sequence[PreparedImage]) -> dict[str, np.ndarray]:
+    """Return what the vision tower reads, by the names of the model's forward."""
+    arrays = {"pixel_values": np.concatenate([image.pixel_values for image in images])}
+    if images[0].grid:
+        arrays["image_grid_thw"] = np.array([image.grid for image in images])
+    return arrays
+
+
 class ShownImage(NamedTuple):
     """An image of a sequence, and the positions of its features among the sequence's tokens."""
 

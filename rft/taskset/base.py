@@ -509,9 +509,8 @@ def _with_images(
     try:
         return row_images.with_images(settings, row, prompt, messages)
     except ValueError as e:
-        named = settings.format.image_key
-        key = _key(settings, f"format.{'image_key' if named else 'messages_key'}")
-        raise ConfigError(f"{where}: {e}", key=key, given=named or None) from None
+        key = _key(settings, "format.image_key")
+        raise ConfigError(f"{where}: {e}", key=key, given=settings.format.image_key) from None
 
 
 def _tools(settings: TasksetSettings, row: Row, where: str) -> tuple[dict[str, Any], ...]:

@@ -1,6 +1,6 @@
 """Columns of rows, and the messages in them as chat templates take them.
 
-Knows no settings.
+Independent of settings.
 """
 
 from __future__ import annotations

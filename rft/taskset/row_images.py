@@ -1,9 +1,9 @@
 """Read the images of rows, and put them into the messages of their tasks.
 
 An image of a row is a path (relative to the file of the taskset), a data URL, bytes, {"bytes": ...,
-"path": ...} as Arrow keeps it, or a picture as `datasets` decodes it.  Nothing is downloaded.  Knows
-no model.  Invariant: every image is decoded once before its task exists, and each marker or part
-that stands for an image gets one, in order.
+"path": ...} as Arrow keeps it, or a picture as `datasets` decodes it.  Nothing is downloaded.
+Independent of the model.  Invariant: every image is decoded once before its task exists, and each
+marker or part that stands for an image gets one, in order.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def with_images(
     images, and these.  Raises ValueError with the reason.
     """
     fmt = settings.format
-    value = lookup(row, fmt.image_key) if fmt.image_key else ABSENT
+    value = lookup(row, fmt.image_key)
     folder = folder_of(settings.path)
     files = read(None if value is ABSENT else value, folder)
     chat = messages or ({"role": "user", "content": prompt},)

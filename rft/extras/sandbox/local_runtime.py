@@ -183,7 +183,11 @@ class MachineRuntime:
     def put(self, archive: bytes, *, read_only: str = "") -> None:
         """See `AgentRuntime`."""
         read, write = os.pipe()
-        number = self._send({"do": "put", "read_only": read_only}, [read])
+        try:
+            number = self._send({"do": "put", "read_only": read_only}, [read])
+        except BaseException:
+            _close([write])
+            raise
         with self._using:
             with Talk([write], archive) as talk:
                 talk.until(self._control, time.monotonic() + _COPY_S)

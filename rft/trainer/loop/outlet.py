@@ -1,6 +1,6 @@
 """Where one set of weights goes: it is staged, and engines load it.
 
-Knows ranks and a transport; not which weights are due.  Invariant: the transport holds the version
+Depends on ranks and a transport, not on which weights are due.  Invariant: the transport holds the version
 that engines serve, and no failed one.
 """
 

@@ -2,8 +2,8 @@
 tokens.
 
 The features go to the places that a row names, as in engines: a placeholder that the policy sampled
-is text like any other token.  Knows what transformers' models have in common (image features, 3-d
-positions, kinds of tokens); not losses.  Invariant: an image that occurs several times in a
+is text like any other token.  Depends on what transformers' models have in common (image features,
+3-d positions, kinds of tokens), not on losses.  Invariant: an image that occurs several times in a
 micro-batch is computed once, and its values are those that the engine read.
 """
 
@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from rft.engine.forwards import body_of
+from rft.engine.vision import chosen_features, tells_types
 from rft.errors import ConfigError, RunFailed
-from rft.images.processor import ImageProcessor, PreparedImage
+from rft.images.processor import ImageProcessor, PreparedImage, tower_arrays
 from rft.trainer.model.batch import ImageInputs, MicroBatch
 from rft.trainer.model.upload import upload
 from rft.trainer.rows.pack import RowImage, TrainRow
@@ -98,7 +99,9 @@ class ImageReader:
             micro,
             position_ids=self._positions(rows, types, grids, micro),
             images=ImageInputs(
-                arrays={name: upload(array, device) for name, array in _arrays(images).items()},
+                arrays={
+                    name: upload(array, device) for name, array in tower_arrays(images).items()
+                },
                 types=upload(types, device),
                 places=upload(np.flatnonzero(types), device),
                 order=upload(np.concatenate(order), device),
@@ -114,7 +117,7 @@ class ImageReader:
         inputs = {"input_ids": torch.from_numpy(row.tokens)[None].long()}
         if self._types is not None:
             inputs[self._types] = types
-        inputs |= {name: torch.from_numpy(array) for name, array in _arrays(images).items()}
+        inputs |= {name: torch.from_numpy(array) for name, array in tower_arrays(images).items()}
         return {name: tensor.to(device) for name, tensor in inputs.items()}
 
     def _read(self, image: RowImage) -> PreparedImage:
@@ -165,14 +168,6 @@ class ImageReader:
         return upload(positions.numpy(), micro.input_ids.device)
 
 
-def _arrays(images: Sequence[PreparedImage]) -> dict[str, np.ndarray]:
-    """Return what the vision tower reads, by the names of the model's forward."""
-    arrays = {"pixel_values": np.concatenate([image.pixel_values for image in images])}
-    if images[0].grid:
-        arrays["image_grid_thw"] = np.array([image.grid for image in images])
-    return arrays
-
-
 def hidden_states(lm: Any, batch: MicroBatch) -> torch.Tensor:
     """Return the last hidden states [S, W, H] of padded rows with images."""
     images = batch.images
@@ -183,7 +178,7 @@ def hidden_states(lm: Any, batch: MicroBatch) -> torch.Tensor:
         out = body.get_image_features(**images.arrays, return_dict=True)
     show = images.types.bool()
     tokens = lm.get_input_embeddings()(batch.input_ids.masked_fill(show, 0))
-    features = _chosen(out.pooler_output, images).to(tokens.dtype)
+    features = chosen_features(out.pooler_output, images.order).to(tokens.dtype)
     embeds = tokens.flatten(0, 1).index_copy(0, images.places, features).view_as(tokens)
     inputs: dict[str, Any] = {
         "inputs_embeds": embeds,
@@ -194,15 +189,11 @@ def hidden_states(lm: Any, batch: MicroBatch) -> torch.Tensor:
     model = lm.get_decoder()
     if (deep := getattr(out, "deepstack_features", None)) is not None:
         inputs["visual_pos_masks"] = show
-        inputs["deepstack_visual_embeds"] = [_chosen(d, images).to(tokens.dtype) for d in deep]
-    elif "token_type_ids" in inspect.signature(body.forward).parameters:
+        inputs["deepstack_visual_embeds"] = [
+            chosen_features(layer, images.order).to(tokens.dtype) for layer in deep
+        ]
+    elif tells_types(body):
         model = body  # tokens of an image see each other
         inputs["token_type_ids"] = images.types
     hidden: torch.Tensor = model(**inputs).last_hidden_state
     return hidden
-
-
-def _chosen(features: Any, images: ImageInputs) -> torch.Tensor:
-    """Return the features [N, H] of all places from those of the images, one tensor or many."""
-    every = features if isinstance(features, torch.Tensor) else torch.cat(list(features))
-    return every.flatten(0, -2).index_select(0, images.order)
