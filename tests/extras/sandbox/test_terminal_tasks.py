@@ -69,6 +69,12 @@ def test_there_are_twenty() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["judge.py", "test.sh"])
+def test_common_files_of_the_tasks_are_the_same(name: str) -> None:
+    """A folder of Harbor's form is whole by itself, so each task has its own copy."""
+    assert len({(EXAMPLE / "tasks" / task / "tests" / name).read_bytes() for task in TASKS}) == 1
+
+
 @pytest.mark.parametrize(
     "name",
     [n if n in QUICK else pytest.param(n, marks=pytest.mark.e2e) for n in TASKS],
