@@ -249,7 +249,7 @@ def _show_prompts(out: Any, report: Report) -> None:
 def _gold(row: Any) -> str:
     if row.truth is None:
         return ""
-    score = "" if row.gold_reward is None else f" gets reward {row.gold_reward:g}"
+    score = "" if row.gold_reward is None else f", reward {row.gold_reward:g}"
     return f"gold answer {row.truth!r}{score}"
 
 

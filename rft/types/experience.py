@@ -77,8 +77,8 @@ class Experience(Struct, frozen=True, kw_only=True):
     # log-probs, and last that of all other tokens together
     teacher_top_ids: np.ndarray | None = None  # int32 [R, k]
     teacher_top_logprobs: np.ndarray | None = None  # float16 [R, k + 1]
-    # MoE, unlike `is_expert`: uint8 or uint16 [P, layers, experts]: the experts to which the engine's mixture-of-experts
-    # layers routed the first P <= T tokens, see rft.types.experts
+    # MoE (unlike `is_expert`), uint8 or uint16 [P, layers, experts]: the experts to which the
+    # engine's layers routed the first P <= T tokens, see rft.types.experts
     routed_experts: np.ndarray | None = None
     images: tuple[ImagePlace, ...] = ()  # in their order among the tokens
     is_expert: bool = False  # a demonstration, not sampled by the policy

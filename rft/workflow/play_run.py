@@ -155,8 +155,8 @@ class TaskRuns:
         return runs
 
     async def reward(self, transcript: Transcript) -> Score:
-        """Call the reward for one run, finished or not.  Raises ValueError without a reward of single
-        runs, and the errors of user code.
+        """Call the reward for one run, finished or not.  Raises ValueError without such a reward,
+        and the errors of user code.
         """
         reward = self.recipe.reward
         if reward is None or reward.whole_group:
