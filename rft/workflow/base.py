@@ -300,7 +300,7 @@ class RunContext:
                 tokens=_tokens(c) if prompt is None else c.tokens,
                 prompt_length=len(c.prompt_tokens) if prompt is None else 0,
                 prompt=prompt,
-                chat=self._chat_of(turn) if prompt is None and name != SELF else None,
+                chat=self._chat_request(turn) if prompt is None and name != SELF else None,
                 logprobs=None if name == SELF else c.logprobs,
                 top=self.teacher_top,
                 temperature=c.sampling.temperature or 1.0,  # 1 for greedy tokens
@@ -325,7 +325,7 @@ class RunContext:
             raise ValueError("teach: the completion is of no call of this run")
         return numbers[0]
 
-    def _chat_of(self, turn: Turn) -> GenerateRequest | None:
+    def _chat_request(self, turn: Turn) -> GenerateRequest | None:
         """Return a call's prompt for another template; None if it has no messages, or images."""
         if not turn.messages or turn.images:
             return None
