@@ -8,15 +8,16 @@ explorer_input: {taskset: {default_workflow_type: on_policy_distill_workflow, wo
 """
 
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from rft import RunContext, Score, Task, Transcript, Workflow, register
-from rft.types.completion import Turn
+from rft.types.completion import Completion, Turn
 from rft.types.ports import GenerateRequest
 
+METRICS = {"teacher": "written_by_teacher", "data": "taken_from_data"}
 MATH = "Solve the problem step by step. Put the final result inside \\boxed{}."
 
 
@@ -80,17 +81,22 @@ class OnPolicyDistill(Workflow):
 
 
 class MixedArgs(DistillArgs):
-    """Who teaches, and how many answers the policy writes itself."""
+    """Who teaches, how many answers the policy writes itself, and where the others come from."""
 
     on_policy: float = Field(
         0.5, ge=0, le=1, description="share of the answers that the policy writes (lambda)"
+    )
+    off_policy: Literal["teacher", "data"] = Field(
+        "teacher",
+        description="teacher: it writes the other answers; data: they are the tasks' gold answers",
     )
 
 
 @register.workflow("gkd_workflow", args=MixedArgs)
 class Mixed(OnPolicyDistill):
-    """As on_policy_distill_workflow, but the teacher writes a share of the answers, which are then
-    rows of an expert (arXiv:2306.13649, with a draw for each run instead of each batch).
+    """As on_policy_distill_workflow, but the teacher writes a share of the answers, or the data has
+    them, which are then rows of an expert (arXiv:2306.13649, with a draw for each run instead of each
+    batch).
 
     The policy renders the prompt of all answers.
     """
@@ -100,28 +106,42 @@ class Mixed(OnPolicyDistill):
         teacher: str | None = None,
         system_prompt: str | None = None,
         on_policy: float = 0.5,
+        off_policy: str = "teacher",
     ) -> None:
         super().__init__(teacher, system_prompt)
         self.on_policy = on_policy
+        self.off_policy = off_policy
 
     async def run(self, task: Task, ctx: RunContext) -> Transcript:
         if task.is_eval:
             return await super().run(task, ctx)
         if self._drawn(ctx.request_id) < self.on_policy:
             own = await super().run(task, ctx)
-            return msgspec.structs.replace(own, metrics={"written_by_teacher": 0.0})
+            return msgspec.structs.replace(own, metrics={METRICS[self.off_policy]: 0.0})
         name = self._name(ctx)
         request = ctx.request(self._messages(task))
-        (shown,) = await ctx.policy.generate(_short(request))
-        prompt = tuple(map(int, shown.prompt_tokens))
-        (answer,) = await ctx.model(name).generate(
-            msgspec.structs.replace(request, messages=(), prompt_tokens=prompt)
-        )
+        if self.off_policy == "data":
+            answer = await self._of_data(task, ctx, request)
+        else:
+            (shown,) = await ctx.policy.generate(_short(request))
+            prompt = tuple(map(int, shown.prompt_tokens))
+            (answer,) = await ctx.model(name).generate(
+                msgspec.structs.replace(request, messages=(), prompt_tokens=prompt)
+            )
         ctx.record(Turn(messages=request.messages, tools=request.tools, completion=answer))
         await ctx.teach(name)
         return ctx.transcript(
-            score=self._unread(task), metrics={"written_by_teacher": 1.0}, expert=True
+            score=self._unread(task), metrics={METRICS[self.off_policy]: 1.0}, expert=True
         )
+
+    @staticmethod
+    async def _of_data(task: Task, ctx: RunContext, request: GenerateRequest) -> Completion:
+        if not isinstance(task.truth, str):
+            raise ValueError(
+                f"task {task.index} has no text as gold answer, which off_policy: data takes"
+            )
+        (answer,) = await ctx.policy.generate(msgspec.structs.replace(request, written=task.truth))
+        return answer
 
     @staticmethod
     def _drawn(request_id: str) -> float:

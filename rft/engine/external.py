@@ -132,9 +132,9 @@ class ExternalEngine(BaseEngine):
         """Raises ValueError when the server refuses the request, EngineFailed when it does not
         answer.
         """
-        if not request.messages:
+        if not request.messages or request.written is not None:
             raise ValueError(
-                f"{self.settings.name}: a server is asked with messages, not with tokens"
+                f"{self.settings.name}: a server is asked with messages, not with tokens or answers"
             )
         completions: list[Completion] = []
         while len(completions) < request.n:  # some servers return one answer whatever `n` is

@@ -182,6 +182,27 @@ class LocalEngine(BaseEngine):
             return await asyncio.to_thread(self._chat.encode, request, limit)
         return self._chat.encode(request, limit)
 
+    async def as_answer(self, request: GenerateRequest, text: str) -> list[Completion]:
+        """Return `text` as the answer to the prompt, with the end of a turn.  Raises ValueError if
+        it is longer than an answer may be.
+        """
+        prompt = await self.prompt(request)
+        end = self._chat.end_of_turn
+        tokens = [*self._chat.answer_tokens(text), *([] if end is None else [end])]
+        room = self.settings.max_model_len - len(prompt)
+        most = min(room, request.sampling.max_tokens)
+        if len(tokens) > most:
+            raise ValueError(f"an answer of {len(tokens)} tokens was given, and at most {most} fit")
+        assert self.version is not None, "`prompt` checks it"
+        logprobs = np.zeros(len(tokens), np.float32)
+        spans = (VersionSpan(self.version, 0, len(tokens)),)
+        places = self._chat.places(request, prompt)
+        return [
+            self.completion(
+                request, prompt, tokens, logprobs, reason="stop", spans=spans, places=places
+            )
+        ]
+
     async def score(self, row: ScoreRow) -> TokenScores:
         """Score with the current weights, at the row's temperature."""
         if self._spans is None:

@@ -189,7 +189,10 @@ class ScriptedEngine(BaseEngine):
         goes_on = request.prefix_tokens is not None
         check_prompt(len(prompt), prompt_limit(self.settings, goes_on=goes_on))
         check_tokens(prompt.tolist(), VOCAB_SIZE, self.settings.name)
-        texts = [self._next(request) for _ in range(request.n)]
+        texts = [
+            self._next(request) if request.written is None else request.written
+            for _ in range(request.n)
+        ]
         await self._count(request.n)
         try:
             return list(

@@ -115,6 +115,8 @@ class TransformersEngine(LocalEngine):
     # ------------------------------------------------------------ Engine
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
+        if request.written is not None:
+            return await self.as_answer(request, request.written)
         from rft.engine.rowbatch import BatchJob
 
         prompt = await self.prompt(request)

@@ -240,6 +240,8 @@ class VllmEngine(_VllmCalls):
             ) from e
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
+        if request.written is not None:
+            return await self.as_answer(request, request.written)
         prompt = await self.prompt(request)
         room = self.settings.max_model_len - len(prompt)
         # vLLM refuses n > 1 when greedy: send n requests

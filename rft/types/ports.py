@@ -50,6 +50,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     # answer with the first token of one of these (the likeliest at temperature 0); its log-prob is
     # relative to them.  Engines without this feature raise ValueError
     choices: tuple[str, ...] = ()
+    written: str | None = None  # the answer's text: nothing is sampled, log-probs are 0
     n: int = 1
     request_id: str = ""
     may_wait: bool = True  # False: a draining engine raises `engine.admission.Draining`
