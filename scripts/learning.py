@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -49,7 +49,7 @@ from rft.types.task import SamplingArgs
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.helpers import copy_folders, families  # noqa: E402
+from tests.helpers import families  # noqa: E402
 
 SEEDS = (0, 1, 2)
 REAL_SEEDS = (42, 1, 2)
@@ -246,31 +246,6 @@ NAMED: dict[str, tuple[str, ...]] = {  # beside algorithm_type, where it is anot
 }
 OF_PAIRS = ("ipo", "simpo", "orpo")
 LABELS = "buffer.trainer_input.experience_buffer.path=rft.testing.tiny:copy_labels"
-
-
-def terminal(folder: Path, seed: int) -> Learnt:
-    """Zeros and ones, each copied by an agent in a runtime of its own, and judged in another."""
-
-    def rows(split: Literal["train", "eval"], count: int) -> list[dict[str, str]]:
-        every = tiny.copy_tasks(split, n=TERMINAL_OF, seed=seed)
-        return [row for row in every if row["response"] in "01"][:count]
-
-    model = tiny.make(folder / "model", seed=seed)
-    train = copy_folders.write(folder / "tasks", "train", rows("train", 200))
-    held_out = copy_folders.write(folder / "tasks", "eval", rows("eval", 48))
-    config = copy_folders.config(folder, EXAMPLES / "tiny" / "config.yaml", train, held_out)
-    overrides = [
-        *(f"model.model_path={model}", f"checkpoint_root_dir={folder / 'runs'}", f"seed={seed}"),
-        *(f"trainer.total_steps={TERMINAL_STEPS}", "buffer.batch_size=8", "buffer.total_epochs=10"),
-        *("trainer.ppo_epochs=4", "algorithm.optimizer.lr=2e-3", *EVALUATED, *UNSAVED),
-    ]
-    done = execute(config, overrides, in_process=True)
-    values = dict(series(read(done.run_dir / "metrics.jsonl"), "eval/copy_eval/pass@1"))
-    return Learnt(values[0], values[TERMINAL_STEPS], TERMINAL_STEPS)
-
-
-TERMINAL_OF = 760  # copy tasks to choose from
-TERMINAL_STEPS = 20
 
 
 def named(name: str) -> Goal:
@@ -659,9 +634,6 @@ BY_NAME = (
     | {name: of_pairs(name) for name in OF_PAIRS}
     | {"kto": Goal("kto", "held-out accuracy of labels", "≥ 0.75", _reaches(0.75), kto)}
 )
-INSIDE = {
-    "terminal": Goal("terminal", "held-out accuracy", "≥ 0.9", _reaches(0.9), terminal),
-}
 REAL = {
     goal.name: goal
     for goal in (
@@ -711,7 +683,7 @@ def _tiny(names: Sequence[str], seeds: Sequence[int]) -> tuple[list[str], int]:
     lines = []
     missed = 0
     for name in names:
-        goal = {**GOALS, **FAMILIES, **BY_NAME, **TAUGHT, **INSIDE}[name]
+        goal = {**GOALS, **FAMILIES, **BY_NAME, **TAUGHT}[name]
         for seed in seeds:
             began = time.monotonic()
             with tempfile.TemporaryDirectory(prefix="rft-learning-") as folder:
@@ -822,17 +794,6 @@ with the transformers engine. Seconds are of a whole run.
         _tiny,
     ),
     Part(
-        """## An agent in a runtime
-
-Written by `python scripts/learning.py --only terminal --write`. The same model and GRPO; the tasks are folders for `terminal_workflow`,
-with two digits to copy: an agent in a runtime of this machine asks the policy and writes the file that hidden tests judge in a second
-runtime. 64 runs a step, four updates of each batch, learning rate 2e-3. The tests give 0.2 for the wrong one of the two digits;
-accuracy counts the right one.
-""",
-        tuple(INSIDE),
-        _tiny,
-    ),
-    Part(
         """## With a real engine
 
 Written by `python scripts/learning.py --only frozen_lake,judge --write`. SmolLM2-135M-Instruct, trained by `rft run` with vLLM as
@@ -888,7 +849,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    known = f"{', '.join([*GOALS, *BY_NAME, *TAUGHT, *FAMILIES, *INSIDE])}; with a real engine {', '.join(REAL)}"
+    known = (
+        f"{', '.join([*GOALS, *BY_NAME, *TAUGHT, *FAMILIES])}; with a real engine {', '.join(REAL)}"
+    )
     parser.add_argument(
         "--only", default=",".join(GOALS), help=f"goals, separated by commas: {known}"
     )
@@ -899,7 +862,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     names = options.only.split(",")
-    every = {**GOALS, **BY_NAME, **TAUGHT, **FAMILIES, **INSIDE, **REAL}
+    every = {**GOALS, **BY_NAME, **TAUGHT, **FAMILIES, **REAL}
     if unknown := [name for name in names if name not in every]:
         parser.error(f"--only {', '.join(unknown)}: not known; {known}")
     part = part_of(names[0])
