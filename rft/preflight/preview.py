@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from rft.config.context import Problems
 from rft.config.plan import Plan
 from rft.errors import ConfigError, PluginError, SetupError
 from rft.explorer.stored import transcript
+from rft.images.processor import PreparedImage
 from rft.preflight import judge_questions
 from rft.preflight.compared_prompts import overlap, rendered
 from rft.preflight.conversation_check import left_out, left_out_later
@@ -28,6 +29,7 @@ from rft.preflight.gold_answers import check_gold_answer, score_gold_answers, un
 from rft.preflight.model_folder import ModelFiles
 from rft.reward.base import Reward
 from rft.taskset.base import Taskset
+from rft.taskset.chatfiles import ImageTokens
 from rft.taskset.settings import TasksetSettings
 from rft.taskset.task_pipeline import PreparedRows, opened, prepare
 from rft.types.task import Task
@@ -51,6 +53,7 @@ class RowPreview:
     tokens: int | None
     truth: Any
     gold_reward: float | None = None
+    images: tuple[str, ...] = ()  # size and tokens of each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +236,7 @@ def _rows(
     key = taskset.settings.key
     lengths: list[int] = []
     rows = []
+    images = ImageTokens(taskset.settings, engine.model_path, engine.image_processor_args)
     count = min(ROWS_COUNTED, len(taskset)) if model is not None and model.can_count else len(tasks)
     for n in range(count):
         spread = n if n < len(tasks) else n * len(taskset) // count
@@ -244,6 +248,8 @@ def _rows(
                 else rendered(task, model, engine)
             )
             tokens = model.count_tokens(text) if model is not None and model.can_count else None
+            if model is not None and tokens is not None:
+                tokens += images.beyond(task, model)
         except ConfigError as e:
             problems.add_errors(placed(e, taskset.settings))
             break
@@ -269,7 +275,12 @@ def _rows(
             gold = check_gold_answer(task, rewards[n], key, problems, hung)
             rows.append(
                 RowPreview(
-                    index=task.index, prompt=text, tokens=tokens, truth=task.truth, gold_reward=gold
+                    index=task.index,
+                    prompt=text,
+                    tokens=tokens,
+                    truth=task.truth,
+                    gold_reward=gold,
+                    images=_described(images.read(task)) if model is not None else (),
                 )
             )
     cut = taskset.settings.prompt_truncation
@@ -288,6 +299,11 @@ def _rows(
             f"{'their runs will fail.  Raise it' if cut == 'error' else f'they are cut (prompt_truncation_side: {cut})'}"
         )
     return rows, (float(np.mean(lengths)), max(lengths)) if lengths else (None, None)
+
+
+def _described(images: Mapping[str, PreparedImage]) -> tuple[str, ...]:
+    sizes = ((*image.size, image.num_tokens) for image in images.values())
+    return tuple(f"{width} x {height} pixels, {tokens} tokens" for width, height, tokens in sizes)
 
 
 def _tools_shown(
