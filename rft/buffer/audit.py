@@ -55,11 +55,11 @@ def audit_run(run_dir: Path | str, *, payload: bool = True, ledger_url: str | No
     """Return the audit of a run folder (`run_dir/buffer`,
     `run_dir/checkpoints/global_step_N/manifest.json`) and its database.
 
-    Counts the uses behind the weights that are in training now, like `rft buffer stats`; the
-    result's `after_restart` counts those behind the newest checkpoint, from which a restart
-    continues.  The uses in every manifest are compared with its digest.
-    `payload`: also read each available experience and compare its hash. `ledger_url`: see
-    `rft.buffer.location.find`.  Raises BufferFailed if no ledger can be read.
+    Counts the uses that made the weights in training now, like `rft buffer stats`; the result's
+    `after_restart` counts those that made the newest checkpoint, from which a restart continues.
+    The uses in every manifest are compared with its digest. `payload`: also read each available
+    experience and compare its hash. `ledger_url`: see `rft.buffer.location.find`.  Raises
+    BufferFailed if no ledger can be read.
     """
     run_dir = Path(run_dir)
     location = find(run_dir, ledger_url)
@@ -117,7 +117,7 @@ def _audit(
     leased = _leased(tx, now)
     available = audit.available - leased
     discarded = dict(audit.discarded)
-    if not storage.durable and audit.available:  # rows in memory are lost with their process
+    if not storage.durable and audit.available:  # rows in another process's memory cannot be read
         discarded["not_durable"] = audit.available
         available = leased = 0
     elif payload:

@@ -259,7 +259,7 @@ class ExplorerSide(BufferCore):
         )
         ledger.garbage = []
         fault("buffer.append.after")
-        if not ledger.storage.durable:
+        if not ledger.storage.durable:  # memory keeps only what can be trained
             ledger.blocks.update(locators)
             new = [x for x in answers if isinstance(x, IncomingGroup)]
             ledger.forget([at for x, at in zip(new, locators, strict=True) if not x.waiting])

@@ -1,7 +1,7 @@
 """The trainer's side of the buffer, see `rft.types.ports.BufferReader`.
 
     lease(step)    choose rows (`LeaseOrder`), read them and write table `leases` (`lease_rows`)
-    use(step)      insert one use per leased row into table `uses`; `max_uses` exhaust a row
+    use(step)      insert one use per leased row into table `uses`; `max_uses` of them end a row
     discard(step)  insert the reason into table `explanations` instead
     consumption    count the uses for a checkpoint's manifest (`consumed`)
 
@@ -61,7 +61,7 @@ _id = attrgetter("id")
 log = logging.getLogger(__name__)
 
 # a block, positions of rows in it, their rewards
-_Header = tuple[bytes, list[int], list[float | None]]
+_BlockRows = tuple[bytes, list[int], list[float | None]]
 
 
 class TrainerSide(BufferCore):
@@ -206,7 +206,7 @@ class TrainerSide(BufferCore):
             await self._finish_lease(order, step, None)
 
     async def consumption(self, lineage: int, step: int) -> Consumption:
-        """Count the uses up to `step` for its manifest; digest: see
+        """Count the uses up to `step` for its checkpoint's manifest; digest: see
         `rft.buffer.derived_state.UseCounts`.
         """
 
@@ -326,7 +326,7 @@ class TrainerSide(BufferCore):
 
 def lease_rows(
     tx: Connection, ledger: Ledger, step: int, choice: Selection
-) -> tuple[list[_Header], dict[str, list[ScoredRow]]]:
+) -> tuple[list[_BlockRows], dict[str, list[ScoredRow]]]:
     """Write the lease of the chosen rows; return their payload and the scored members of each
     group.
 

@@ -283,7 +283,7 @@ class Explorer:
             f"trained ({reasons}), and all "
             f"{batch.max_refill} refills are used up.  Correct the workflow or reward, or make the "
             f"tasks easier, and raise "
-            f"buffer.max_refill (only groups without a reward are played again); or set "
+            f"buffer.max_refill (a resumed run repeats only groups without a reward); or set "
             f"buffer.on_short_batch to train or carry.{last}"
         )
 

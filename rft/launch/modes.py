@@ -1,5 +1,5 @@
 """Start the parts (processes) of a run in each mode, and wait until they are done.  Independent of
-Ray, behind the runtime.
+Ray, which the runtime hides.
 
     ExploreAndTrain   both      buffer, trainer, coordinator, engines, explorer
                       serve     the same, for sessions of clients instead of tasks
@@ -9,7 +9,7 @@ Ray, behind the runtime.
     TrainOffline      train     on a data set: trainer, monitor
 
 The explorer waits for the coordinator's gate, the trainer for the buffer's lease, the launcher for
-the end of either.  The first failing part ends the run; its error decides the exit code.  Processes
+the end of either.  The first failing part ends the run; its error decides the exit code.  Programs
 of modes `train` and `explore` may start in any order, and never touch each other's processes or
 files.
 """
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class Mode(ABC):
-    """One process of a run from start to end."""
+    """One program of a run, which starts its parts, from start to end."""
 
     phase = "starting"
     started: Start
@@ -119,7 +119,7 @@ def mode_of(plan: Plan) -> Mode:
 
 
 class _Training(Mode):
-    """A process with the trainer: it starts a lineage, and ends with a checkpoint."""
+    """A program with the trainer: it starts a lineage, and ends with a checkpoint."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -267,7 +267,7 @@ class TrainOffline(_Training):
 
 
 class Explore(Mode):
-    """An explorer of a run whose trainer is another process.
+    """An explorer of a run whose trainer is another program.
 
     A failure ends this explorer alone.
     """

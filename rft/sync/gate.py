@@ -1,7 +1,7 @@
 """The state of the gate: which explore batches may start, and which rows may be trained.
 
 Depends on the schedule and the versions, not on engines; no waits or IO.  Invariant: rows may be
-trained only if the attempt to serve their weights that generated them was verified.
+trained only if the attempt (to serve a version) that generated them was verified.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class GateState:
         # the trainer's wait for rows, between two steps; a later wait is another object
         self.trainer_wait: object | None = None
         self.num_groups = 0  # groups in progress, if each needs a permission
-        self.blocked = False  # a version waits for these groups to end, so no other one starts
-        self._ahead = 0  # explore batches that steps short of rows have taken early
+        self.blocked = False  # a version waits for these groups to end, so no other group starts
+        self._ahead = 0  # explore batches begun early because a step lacked rows
         self._exploring: set[int] = set()  # batches in progress
         self._requests: dict[int, int] = {}  # waiting batch -> step of the weights loaded then
 
@@ -56,6 +56,7 @@ class GateState:
         """
         if self.finished or self.loaded is None:
             return self.finished
+        # the newest step that is trained or, unless the trainer waits, in training
         newest = self.trained_step + (self.trainer_wait is None)
         return self._allows(batch, group, self.loaded.step, newest)
 

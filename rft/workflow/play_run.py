@@ -1,9 +1,10 @@
 """Perform one run of a task, score it and build its rows: complete, truncated, or failed with a
 reason.
 
-An error of user code becomes a failed row; an error of `rft` itself (a dead engine, a failed sync)
-is raised.
-Invariant: a run yields at least one row, within (retries + 1) x the deadline.
+An error of user code becomes a failed row; an error of `rft` itself (an engine that cannot be
+restarted, a failed sync) is raised.
+Invariant: a run yields at least one row, within (retries + 2) x the deadline: the attempts, then
+the reward.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class RunLimits:
     `whole_groups`: a group that misses a run is not trained; else half of its runs, and at least
     two, are enough.  `stop_hopeless`: end the other runs of a group once too many have failed.
     `reproducible`: a trainer must be able to recompute the sampling distribution; `sampled`: tokens
-    must be sampled, not chosen greedily.  `teacher_top`: most likely tokens of a teacher that are
-    kept at each position.
+    must be sampled, not chosen greedily.  `teacher_top`: how many of a teacher's likeliest tokens
+    are kept at each position.
     """
 
     max_timeout_s: float
@@ -108,7 +109,7 @@ class Run:
 
 @dataclass(frozen=True)
 class TaskRuns:
-    """Performs and scores the runs of one task.  Every method raises RftError only."""
+    """Performs and scores the runs of one task.  Methods but `reward` raise RftError only."""
 
     task: Task
     recipe: Recipe
@@ -154,7 +155,9 @@ class TaskRuns:
         return runs
 
     async def reward(self, transcript: Transcript) -> Score:
-        """Score an unfinished run for its workflow.  Raises ValueError without a reward of runs."""
+        """Call the reward for one run, finished or not.  Raises ValueError without such a reward,
+        and the errors of user code.
+        """
         reward = self.recipe.reward
         if reward is None or reward.whole_group:
             what = (
@@ -300,7 +303,8 @@ class TaskRuns:
     def _check(self, transcript: Any) -> None:
         """Raise RunError for an invalid transcript, and for calls that cannot be trained."""
         check_transcript(transcript, self.recipe.name)
-        if not self.task.sampling.temperature:  # a greedy baseline run is not trained
+        # a greedy baseline run, never trained; tasksets with temperature 0 are refused at the start
+        if not self.task.sampling.temperature:
             return
         limits = self.limits
         for n, s in enumerate(t.completion.sampling for t in transcript.turns):

@@ -65,7 +65,7 @@ class Trainer:
     sink: MetricSink
     _: KW_ONLY
     transport: Transport | None
-    average: Outlet | None = None  # of the weights' moving average, which teaches
+    average: Outlet | None = None  # sends the weights' moving average, a teacher
     lineage: int
     start_step: int
     parent: Version | None  # of the checkpoint that is continued; None: the base model
@@ -83,7 +83,7 @@ class Trainer:
         self._checkpoints = Checkpoints(folder, s.max_checkpoints_to_keep, best)
         self._leases: deque[Lease] = deque()  # leases of the next steps
         self._window = Window()
-        self._early_batches = 0  # explore batches that steps short of rows have taken early
+        self._early_batches = 0  # explore batches begun early because a step lacked rows
         # the checkpoint being written while steps go on
         self._checkpoint: asyncio.Future[Manifest] | None = None
         self._stop = asyncio.Event()
@@ -293,9 +293,8 @@ class Trainer:
         return batch, report
 
     async def _publish(self, step: int) -> None:
-        """Stage the weights and wait until every engine serves them; then begin a window.
-
-        Without engines only the window begins.
+        """Stage the weights and wait until every engine serves them; then let the ranks remember
+        them as the proximal policy.  Without engines the ranks only remember them.
         """
         if self.sync is not None and self.transport is not None:
             self._policy = self._policy or Outlet(self.transport, self.sync.publish)
