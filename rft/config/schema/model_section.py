@@ -69,7 +69,9 @@ class ImageProcessorConfig(Section):
     def rules(self, at: str, diagnostics: Diagnostics) -> None:
         least, most = self.min_pixels, self.max_pixels
         if least is not None and most is not None and least > most:
-            diagnostics.error(f"{at}.min_pixels", f"{least} is more than max_pixels {most}; lower it")
+            diagnostics.error(
+                f"{at}.min_pixels", f"{least} is more than max_pixels {most}; lower it"
+            )
 
     def written(self) -> dict[str, int]:
         """Return the values that are not null, by name."""
