@@ -19,6 +19,7 @@ import numpy as np
 
 from rft.config.context import Problems
 from rft.config.plan import Plan
+from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, PluginError, SetupError
 from rft.explorer.stored import transcript
 from rft.images.processor import PreparedImage
@@ -242,14 +243,7 @@ def _rows(
         spread = n if n < len(tasks) else n * len(taskset) // count
         try:
             task = tasks[n] if n < len(tasks) else taskset.task(spread)
-            text = (
-                json.dumps(task.chat(), ensure_ascii=False)
-                if model is None
-                else rendered(task, model, engine)
-            )
-            tokens = model.count_tokens(text) if model is not None and model.can_count else None
-            if model is not None and tokens is not None:
-                tokens += images.beyond(task, model)
+            text, tokens = _prompt(task, model, engine, images)
         except ConfigError as e:
             problems.add_errors(placed(e, taskset.settings))
             break
@@ -299,6 +293,18 @@ def _rows(
             f"{'their runs will fail.  Raise it' if cut == 'error' else f'they are cut (prompt_truncation_side: {cut})'}"
         )
     return rows, (float(np.mean(lengths)), max(lengths)) if lengths else (None, None)
+
+
+def _prompt(
+    task: Task, model: ModelFiles | None, engine: EngineSettings, images: ImageTokens
+) -> tuple[str, int | None]:
+    """Return the prompt and its tokens, those of images included."""
+    if model is None:
+        return json.dumps(task.chat(), ensure_ascii=False), None
+    text = rendered(task, model, engine)
+    if not model.can_count:
+        return text, None
+    return text, model.count_tokens(text) + images.beyond(task, model)
 
 
 def _described(images: Mapping[str, PreparedImage]) -> tuple[str, ...]:
