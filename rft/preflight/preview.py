@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,6 @@ from rft.config.plan import Plan
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, PluginError, SetupError
 from rft.explorer.stored import transcript
-from rft.images.processor import PreparedImage
 from rft.preflight import judge_questions
 from rft.preflight.compared_prompts import overlap, rendered
 from rft.preflight.conversation_check import left_out, left_out_later
@@ -235,8 +234,7 @@ def _rows(
     engine = plan.engines[0]
     limit = plan.engines[0].max_prompt_tokens
     key = taskset.settings.key
-    lengths: list[int] = []
-    rows = []
+    lengths, rows = list[int](), []
     images = ImageTokens(taskset.settings, engine.model_path, engine.image_processor_args)
     count = min(ROWS_COUNTED, len(taskset)) if model is not None and model.can_count else len(tasks)
     for n in range(count):
@@ -274,7 +272,7 @@ def _rows(
                     tokens=tokens,
                     truth=task.truth,
                     gold_reward=gold,
-                    images=_described(images.read(task)) if model is not None else (),
+                    images=_described(images, task) if model is not None else (),
                 )
             )
     cut = taskset.settings.prompt_truncation
@@ -307,8 +305,8 @@ def _prompt(
     return text, model.count_tokens(text) + images.beyond(task, model)
 
 
-def _described(images: Mapping[str, PreparedImage]) -> tuple[str, ...]:
-    sizes = ((*image.size, image.num_tokens) for image in images.values())
+def _described(images: ImageTokens, task: Task) -> tuple[str, ...]:
+    sizes = ((*image.size, image.num_tokens) for image in images.read(task).values())
     return tuple(f"{width} x {height} pixels, {tokens} tokens" for width, height, tokens in sizes)
 
 
