@@ -289,13 +289,13 @@ class RunContext:
         if completion is None and not messages:
             turns = [i for i, turn in enumerate(self._turns) if turn.teacher is None]
         else:
-            turns = [self._turn_of(completion)]
+            turns = [self._index_of(completion)]
         for i in turns:
             turn = self._turns[i]
             c = turn.completion
             prompt = None
             if messages:
-                prompt = self._told(name, turn, messages, arguments)
+                prompt = self._teacher_request(name, turn, messages, arguments)
             row = ScoreRow(
                 tokens=_tokens(c) if prompt is None else c.tokens,
                 prompt_length=len(c.prompt_tokens) if prompt is None else 0,
@@ -312,7 +312,7 @@ class RunContext:
                 raise TeacherLate(f"teacher {name!r}: {e}") from e
             self._turns[i] = msgspec.structs.replace(turn, teacher=scores)
 
-    def _turn_of(self, completion: Completion | None) -> int:
+    def _index_of(self, completion: Completion | None) -> int:
         """Return the number of the call with this completion, or of the last call."""
         if not self._turns:
             raise ValueError("teach: there is no model call to teach yet")
@@ -323,7 +323,7 @@ class RunContext:
             raise ValueError("teach: the completion is of no call of this run")
         return numbers[0]
 
-    def _told(
+    def _teacher_request(
         self, name: str, turn: Turn, messages: Sequence[dict[str, Any]], arguments: dict[str, Any]
     ) -> GenerateRequest:
         """Build the teacher's prompt.  Raises ValueError if the call's own prompt says all of it:
