@@ -299,10 +299,9 @@ def _prompt(
     """Return the prompt and its tokens, those of images included."""
     if model is None:
         return json.dumps(task.chat(), ensure_ascii=False), None
+    more = images.beyond(task, model) if model.can_count else 0
     text = rendered(task, model, engine)
-    if not model.can_count:
-        return text, None
-    return text, model.count_tokens(text) + images.beyond(task, model)
+    return text, model.count_tokens(text) + more if model.can_count else None
 
 
 def _described(images: ImageTokens, task: Task) -> tuple[str, ...]:
