@@ -354,12 +354,19 @@ def _auxiliary(
             request_timeout_s=model.request_timeout,
             fixed_weights=decay is None,
             top_logprobs=top_logprobs,
+            policy_tokenizer=_policy_tokenizer(ctx, model),
         )
         for j, first in enumerate(_first_cores(ctx, model, key, device, shared["cpu_threads"]))
     )
     return AuxiliarySettings(
         names=names, engines=engines, max_concurrent=model.max_concurrent, decay=decay
     )
+
+
+def _policy_tokenizer(ctx: Context, model: AuxiliaryModelConfig) -> str | None:
+    policy = ctx.config.model
+    path = policy.tokenizer_path or policy.model_path
+    return ctx.find_model(path) if model.alignment == "text" else None
 
 
 def _engine_name(name: str, number: int) -> str:
