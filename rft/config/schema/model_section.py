@@ -61,7 +61,7 @@ class ImageProcessorConfig(Section):
     )
     max_pixels: int | None = key(
         None,
-        "A larger image is reduced to it; fewer pixels are fewer tokens.  Null: the model's own.",
+        "A larger image is reduced to it.  Null: the model's own.",
         unit="pixels",
         ge=1,
     )
