@@ -215,8 +215,7 @@ class ExploreAndTrain(_Training):
                 parts.engines, parts.auxiliary, buffer, coordinator, name, self._joined
             )
             await drive.run_to_end(
-                training,
-                exploring,
+                (exploring, training),
                 (trainer, explorer),
                 coordinator,
                 on_record,
@@ -229,8 +228,7 @@ class ExploreAndTrain(_Training):
         )
         watch = all_of(parts.watch(), offer_to_explorers)
         await drive.run_to_end(
-            training,
-            coordinator.serve_explorers(),
+            (coordinator.serve_explorers(), training),
             (trainer,),
             coordinator,
             on_record,
@@ -261,9 +259,7 @@ class TrainOffline(_Training):
         (trainer, *ranks), monitor = parts.ranks, parts.by_name["coordinator"]
         used = None if self._checkpoint is None else self._checkpoint.consumption
         training = trainer.run_offline(ranks, monitor, self.started, used)
-        await drive.run_to_end(
-            training, None, (trainer,), monitor, on_record, signals, parts.watch()
-        )
+        await drive.run_to_end((training,), (trainer,), monitor, on_record, signals, parts.watch())
 
 
 class Explore(Mode):
@@ -333,7 +329,7 @@ class Explore(Mode):
 
         try:
             await drive.run_to_end(
-                exploring, None, (explorer,), coordinator, on_record, signals, watch, fail
+                (exploring,), (explorer,), coordinator, on_record, signals, watch, fail
             )
             self._last = await coordinator.wait_final()
             await coordinator.leave(*me, "")

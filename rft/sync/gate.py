@@ -12,16 +12,16 @@ from rft.types.ids import Version
 
 
 class GateState:
-    """State of the gate; `start`: the first version of the run."""
+    """State of the gate; `first`: the first version of the run."""
 
-    def __init__(self, schedule: Schedule, start: Version) -> None:
+    def __init__(self, schedule: Schedule, first: Version) -> None:
         self.schedule = schedule
-        self._lineage = start.lineage
+        self._lineage = first.lineage
         self.loaded: Version | None = None  # in all engines, verified or not
         self.verified: Version | None = None  # the newest verified version
         self._verified: set[Version] = set()
         self._rejected: set[Version] = set()
-        self.trained_step = start.step
+        self.trained_step = first.step
         self.finished = False
         # the trainer's wait for rows, between two steps; a later wait is another object
         self.trainer_wait: object | None = None

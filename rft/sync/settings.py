@@ -58,7 +58,7 @@ class NcclConfig(Section):
     )
     overlap_broadcast_and_load: bool = safe_key(
         False,
-        "Receive the next bucket while one is verified; the model is loaded when all are there.",
+        "Receive the next bucket while one is verified; the load begins when all are there.",
     )
     bucket_size_mb: int = safe_key(
         1024, "Size of a bucket; a larger tensor is sent alone.", unit="MiB", ge=1

@@ -278,28 +278,30 @@ class RunContext:
         """Record what a teacher says of tokens that the policy wrote, at the temperature of their
         call.
 
-        `name`: an auxiliary model, which must have the policy's tokenizer, or "self": the policy,
-        with the weights that it serves.  The teacher scores every call that has no teacher yet, or
-        that of `completion`, after the call's own prompt.  With `messages` it scores `completion`
-        (None: the last call's) after this other prompt, which its template renders and which is
-        never trained; `arguments` as in `request`.  Raises KeyError for an unknown name, ValueError
-        for what cannot be taught, PromptTooLong, and TeacherLate.
+        `name`: an auxiliary model, with the policy's tokenizer or `alignment: text`, or "self": the
+        policy, with the weights that it serves.  The teacher scores every call that has no teacher
+        yet, or that of `completion`, after the call's own prompt.  With `messages` it scores
+        `completion` (None: the last call's) after this other prompt, which its template renders and
+        which is never trained; `arguments` as in `request`.  Raises KeyError for an unknown name,
+        ValueError for what cannot be taught, PromptTooLong, and TeacherLate.
         """
         teacher = self._model if name == SELF else self.model(name)
         if completion is None and not messages:
             turns = [i for i, turn in enumerate(self._turns) if turn.teacher is None]
         else:
-            turns = [self._turn_of(completion)]
+            turns = [self._index_of(completion)]
         for i in turns:
             turn = self._turns[i]
             c = turn.completion
             prompt = None
             if messages:
-                prompt = self._told(name, turn, messages, arguments)
+                prompt = self._teacher_request(name, turn, messages, arguments)
             row = ScoreRow(
                 tokens=_tokens(c) if prompt is None else c.tokens,
                 prompt_length=len(c.prompt_tokens) if prompt is None else 0,
                 prompt=prompt,
+                chat=self._chat_request(turn) if prompt is None and name != SELF else None,
+                logprobs=None if name == SELF else c.logprobs,
                 top=self.teacher_top,
                 temperature=c.sampling.temperature or 1.0,  # 1 for greedy tokens
             )
@@ -312,7 +314,7 @@ class RunContext:
                 raise TeacherLate(f"teacher {name!r}: {e}") from e
             self._turns[i] = msgspec.structs.replace(turn, teacher=scores)
 
-    def _turn_of(self, completion: Completion | None) -> int:
+    def _index_of(self, completion: Completion | None) -> int:
         """Return the number of the call with this completion, or of the last call."""
         if not self._turns:
             raise ValueError("teach: there is no model call to teach yet")
@@ -323,7 +325,17 @@ class RunContext:
             raise ValueError("teach: the completion is of no call of this run")
         return numbers[0]
 
-    def _told(
+    def _chat_request(self, turn: Turn) -> GenerateRequest | None:
+        """Return a call's prompt for another template; None if it has no messages, or images."""
+        if not turn.messages or turn.images:
+            return None
+        return GenerateRequest(
+            messages=turn.messages,
+            tools=turn.tools,
+            chat_template_args=self._task.chat_template_args,
+        )
+
+    def _teacher_request(
         self, name: str, turn: Turn, messages: Sequence[dict[str, Any]], arguments: dict[str, Any]
     ) -> GenerateRequest:
         """Build the teacher's prompt.  Raises ValueError if the call's own prompt says all of it:

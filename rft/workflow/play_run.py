@@ -175,7 +175,7 @@ class TaskRuns:
         start = time.monotonic()
         transcript = run.transcript
         if transcript is None:
-            return self.record(run)
+            return self.make_rows(run)
         try:
             with exchanges.noted() as judge_exchanges:
                 score = await self._score(transcript)
@@ -186,7 +186,7 @@ class TaskRuns:
                 "reward of run %s failed", self.group.run(run.number, run.attempt), exc_info=True
             )
             run = replace(run, error=e, ended=ended_by(e))
-            return self.record(run, None, time.monotonic() - start)
+            return self.make_rows(run, None, time.monotonic() - start)
         info: dict[str, Any] = {}
         if score is not None and transcript.score is None:
             info = _gold(self.task)
@@ -195,7 +195,7 @@ class TaskRuns:
         if info:
             info |= transcript.info
             run = replace(run, transcript=msgspec.structs.replace(transcript, info=info))
-        return self.record(run, score, time.monotonic() - start)
+        return self.make_rows(run, score, time.monotonic() - start)
 
     async def score_together(self, runs: Sequence[Run]) -> list[PlayedRun]:
         """Score the runs of a task that have a transcript with one call of a group reward."""
@@ -222,10 +222,10 @@ class TaskRuns:
             scored = run.number in played
             if scored and error is not None:
                 run = replace(run, error=error, ended=ended_by(error))
-            records.append(self.record(run, scores.get(run.number), seconds if scored else 0.0))
+            records.append(self.make_rows(run, scores.get(run.number), seconds if scored else 0.0))
         return records
 
-    def record(self, run: Run, score: Score | None = None, reward_s: float = 0.0) -> PlayedRun:
+    def make_rows(self, run: Run, score: Score | None = None, reward_s: float = 0.0) -> PlayedRun:
         """Make the rows of a run, or the row without tokens that has the reason of its failure."""
         error = run.error
         value: float | None = None
@@ -322,14 +322,14 @@ class TaskRuns:
     async def _score(self, transcript: Transcript) -> Score | None:
         """Return the score of the whole run; None if each of its rows has a score of its own."""
         workflow = f"workflow {self.recipe.name}"
-        has_score = scored_rows(transcript)  # for each row; empty: no call has one
+        row_has_score = scored_rows(transcript)  # for each row; empty: no call has one
         if transcript.score is not None:
             score = checked(transcript.score)
-            if has_score == [True]:
+            if row_has_score == [True]:
                 _check_same(score, sum_of_scores(transcript.turns), workflow)
             return score
-        if any(has_score):
-            if not all(has_score):
+        if any(row_has_score):
+            if not all(row_has_score):
                 raise RunError(
                     f"{workflow} scored some of its calls and not others; score all, or only the "
                     f"whole run"
