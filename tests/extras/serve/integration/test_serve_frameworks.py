@@ -52,12 +52,10 @@ def python(tmp_path_factory) -> str:
     return str(made / "bin" / "python")
 
 
-def asked_weather(request: GenerateRequest) -> tuple[str, Called | None]:
-    """Asks the agent's tool, where it has one, then tells what it said."""
+def a_call_first(request: GenerateRequest) -> tuple[str, Called | None]:
+    """Calls the agent's tool, where it has one, then answers."""
     told = "rain in Oslo" in str(request.messages[-1]["content"])
     names = {tool["function"]["name"] for tool in request.tools}
-    if not told and "weather" in names:
-        return "", ("weather", {"city": "Oslo"})
     if not told and "Bash" in names:
         return "", ("Bash", {"command": "echo rain in Oslo", "description": "ask"})
     answer = "rain: 7" if told else "hi: 7"
@@ -67,7 +65,7 @@ def asked_weather(request: GenerateRequest) -> tuple[str, Called | None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 async def test_programs_of_the_page_play_a_run(name: str, python: str) -> None:
-    engine = CallingEngine(asked_weather)
+    engine = CallingEngine(a_call_first)
     args = {
         "command": [python, "{home}/agent.py"],
         "stdin": "{prompt}",
@@ -85,11 +83,10 @@ async def test_programs_of_the_page_play_a_run(name: str, python: str) -> None:
     # run_workflow_async has compared tokens, log-probs and masks of the row with the engine's
     # the last answer of smolagents is a call
     assert result.rewards == [float(name != "smolagents")]
-    (run,), rows = result.runs, result.group.rows
-    assert len(rows) == (2 if name == "smolagents" else 1)  # it tells the model its calls as text
-    tools = name in ("openai-agents", "smolagents", "claude-agent-sdk")
+    (run,), (row,) = result.runs, result.group.rows
+    tools = name == "claude-agent-sdk"
     assert len(engine.calls) == 1 + tools
-    assert rows[0].info["agent_output"].strip() == f"{'rain' if tools else 'hi'}: 7"
+    assert row.info["agent_output"].strip() == f"{'rain' if tools else 'hi'}: 7"
     assert run.transcript is not None and len(run.transcript.turns) == len(engine.calls)
 
 
@@ -98,7 +95,7 @@ async def test_programs_of_the_page_play_sessions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str
 ) -> None:
     async with serving(
-        tmp_path, monkeypatch, CallingEngine(asked_weather), num_runs=len(PROGRAMS)
+        tmp_path, monkeypatch, CallingEngine(a_call_first), num_runs=len(PROGRAMS)
     ) as served:
         agent = tmp_path / "agent.py"
         for program in PROGRAMS.values():
@@ -129,7 +126,7 @@ async def test_programs_of_the_page_play_sessions(
             assert (await served.reward(session, 1.0)).status_code == 200
         await served.gate.wait_explored(1)
         audit = await served.buffer.audit()
-        assert audit.ok and audit.available == len(PROGRAMS) + 1  # two of smolagents
+        assert audit.ok and audit.available == len(PROGRAMS)
 
 
 @pytest.mark.slow
