@@ -204,7 +204,9 @@ def collected() -> Iterator[list[str]]:
         with works("ending what the run left"):
             until = time.monotonic() + GRACE_S
             while children := [
-                p for p in me.children() if _key(p) not in before and not _HELPERS.search(_command(p))
+                p
+                for p in me.children()
+                if _key(p) not in before and not _HELPERS.search(_command(p))
             ]:
                 ended += [
                     f"ended process {_describe(p)}"

@@ -36,7 +36,9 @@ class Teller:
         self._last_line = clock()
         self._quiet_s = QUIET_S
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="says-what-is-waited-for", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="says-what-is-waited-for", daemon=True
+        )
         self.show: Callable[[str], None] = show
         self.look: Look = activities
         self.served = False

@@ -196,7 +196,9 @@ def test_what_is_there_is_told_while_the_run_starts() -> None:
     out = io.StringIO()
     log = logging.getLogger("rft.launch.ray_runtime")
     log.setLevel("INFO")
-    with Progress(Path("/runs/a"), Teller(), total_steps=2, console=Console(file=out, width=160)) as p:
+    with Progress(
+        Path("/runs/a"), Teller(), total_steps=2, console=Console(file=out, width=160)
+    ) as p:
         log.info("%s is up (pid %d)", "engine-0", 7, extra=STARTING)
         log.info("something else")
         p.update(record(0, "explorer"))
