@@ -23,7 +23,7 @@ from rft.buffer import image_files, session_rows
 from rft.buffer.core import BufferCore
 from rft.buffer.intake import IncomingGroup, batch_of, parse_group
 from rft.buffer.ledger import Ledger
-from rft.buffer.row_selectors import ClosedBatch, WaitingGroup
+from rft.buffer.row_selectors import ClosedBatch, ReadyGroup
 from rft.buffer.schema import (
     ask,
     batches,
@@ -70,7 +70,7 @@ class Stored(msgspec.Struct):
 
     result: AppendResult
     key: tuple[int, int] | None = None  # (batch, explorer), None for a repeated append
-    group: WaitingGroup | None = None
+    group: ReadyGroup | None = None
 
 
 class ExplorerSide(BufferCore):
@@ -259,10 +259,10 @@ class ExplorerSide(BufferCore):
         )
         ledger.garbage = []
         fault("buffer.append.after")
-        if not ledger.storage.durable:
+        if not ledger.storage.durable:  # memory keeps only what can be trained
             ledger.blocks.update(locators)
             new = [x for x in answers if isinstance(x, IncomingGroup)]
-            ledger.forget([at for x, at in zip(new, locators, strict=True) if not x.waiting])
+            ledger.forget([at for x, at in zip(new, locators, strict=True) if not x.ready])
         places = iter(locators)
         return [_stored(x, next(places)) if isinstance(x, IncomingGroup) else x for x in answers]
 
@@ -384,15 +384,13 @@ class ExplorerSide(BufferCore):
 
 def _outlives_append(x: IncomingGroup, ledger: Ledger) -> bool:
     """Return whether the payload of a group outlives the append."""
-    return ledger.storage.durable or bool(x.waiting)
+    return ledger.storage.durable or bool(x.ready)
 
 
 def _stored(x: IncomingGroup, locator: str) -> Stored:
     group = None
-    if x.waiting:
-        group = WaitingGroup(
-            x.id, *x.key, x.numbers.task, locator, x.waiting, num_bytes=x.num_bytes
-        )
+    if x.ready:
+        group = ReadyGroup(x.id, *x.key, x.numbers.task, locator, x.ready, num_bytes=x.num_bytes)
     return Stored(AppendResult(appended=len(x.rows), duplicates=0), x.key, group)
 
 

@@ -2,7 +2,8 @@
 engines.
 
 Independent of the publisher.  A file is mapped, not read: views are no copies, and changes through
-a view never reach the file.  Broadcast bytes are received into memory of this process.
+a view never reach the file, except that a GPU's engine shares the trainer's memory.  Broadcast bytes
+are received into memory of this process.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from rft.engine.adapter_layers import AdapterLoader
 
 THREADS = min(4, os.cpu_count() or 1)
+_PLACES = 3  # of a trainer: without releases three rotate
 DTYPES = {  # name in a manifest: (torch's name, bytes)
     "F64": ("float64", 8),
     "F32": ("float32", 4),
@@ -107,6 +109,41 @@ class MappedWeights(Weights):
         super().__init__(manifest, memoryview(mapped))
 
 
+class PinnedPlaces:
+    """The places of a trainer's versions in memory, each mapped and pinned once, so that a GPU of
+    this process copies from them directly.
+
+    A private mapping cannot be pinned without a copy of it, so these bytes are the trainer's own:
+    nothing may be written to them.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, int, int], torch.Tensor] = {}  # by path, inode and size
+        self._refused = False
+
+    def bytes_of(self, path: str) -> memoryview | None:
+        """Return the bytes of a place; None in a process without a GPU, or if it refuses."""
+        import torch
+
+        from rft.collective import pinned
+
+        if self._refused or not torch.cuda.is_initialized():
+            return None
+        with open(path, "r+b") as file:
+            stat = os.fstat(file.fileno())
+            place = (path, stat.st_ino, stat.st_size)
+            memory = self._held.pop(place, None)
+            if memory is None:
+                memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+                self._refused = not pinned.pin(memory)
+        if self._refused:
+            return None
+        self._held[place] = memory
+        while len(self._held) > _PLACES:
+            pinned.unpin(self._held.pop(next(iter(self._held))))
+        return memoryview(memory.numpy().data)
+
+
 @dataclass(frozen=True)
 class TakenWeights:
     """A version's bytes, and the report on them before use."""
@@ -120,6 +157,7 @@ class WeightIntake:
 
     def __init__(self, worker: int = 0) -> None:
         self._worker = worker
+        self._places = PinnedPlaces()
         self._member: Worker | None = None  # keeps its process group between broadcasts
         # the last broadcast version, to which later broadcasts may send only changes
         self._buffer: torch.Tensor | None = None
@@ -140,7 +178,10 @@ class WeightIntake:
             if problem:
                 return TakenWeights(weights, replace(nothing, failed=problem))
         else:
-            weights = MappedWeights(manifest)
+            # damage must not reach other engines
+            memory = manifest.transport == "memory" and not damage
+            place = self._places.bytes_of(manifest.path) if memory else None
+            weights = MappedWeights(manifest) if place is None else Weights(manifest, place)
         transferred = time.monotonic()
         if damage:
             weights.raw(manifest.tensors[0])[0] ^= 1

@@ -34,6 +34,7 @@ LEAST_WIDTH = 512
 SUMS = 8
 KEPT_BYTES = 160 << 20
 TOP_BYTES = 48  # of a token and a likely token of the teacher
+CANARY_PROMPT = 8  # tokens of one of the canary's prompts, see rft.launch.start
 FRAGMENTS = 0.04  # share of a step's GPU allocations lost between blocks
 OPTIMIZERS = {
     "adamw": "AdamW",
@@ -258,6 +259,27 @@ def _critic_step(plan: Plan, shape: ModelShape, prompt: int) -> Moment:
     )
     peak = max(list(_moments(alone, s, micro, gradients, False, False))[1:], key=lambda m: m.nbytes)
     return replace(peak, name=f"the critic's {peak.name}")
+
+
+def canary(plan: Plan, shape: ModelShape) -> int:
+    """Return the most bytes that a rank allocates to score the canary's tokens."""
+    s = plan.learner
+    runtime = plan.sync_runtime
+    length = min(CANARY_PROMPT + runtime.canary_tokens, plan.engines[0].max_model_len)
+    rows = max(1, min(runtime.canary_prompts, s.max_token_len_per_gpu // length))
+    positions = rows * length
+    micro = RowsAtOnce(
+        alone=True,
+        rows=rows,
+        positions=positions,
+        rooted=positions,
+        keys=0,
+        masked=0,
+        pairs=positions * length,
+        trained=rows * runtime.canary_tokens,
+    )
+    forward, _ = logits(shape, s, micro, entropy=False, reference=False)
+    return _gathered(shape, s, freed=0)[0] + max(kept_by_layer(shape, s, micro), forward)
 
 
 def micro_batch(plan: Plan, prompt: int) -> RowsAtOnce:

@@ -21,7 +21,7 @@ from rft.errors import ConfigError
 from rft.preflight import lora_checks, missing_dependencies, model_folder, plan_checks
 from rft.preflight.check_report import Report
 from rft.preflight.memory_estimate import estimate, too_much
-from rft.preflight.memory_shared import phases
+from rft.preflight.memory_shared import phases, with_share
 from rft.preflight.memory_terms import RoleMemory
 from rft.preflight.model_folder import ModelFiles, ModelShape, shape
 from rft.secrets import REDACTED, redact
@@ -205,7 +205,8 @@ def _memory(
     facts: Facts,
     problems: Problems,
 ) -> tuple[Plan, tuple[RoleMemory, ...]]:
-    """Return the plan, with the gradient checkpointing that memory requires, and every role's peak.
+    """Return the plan, with the gradient checkpointing and the engines' share of GPUs that memory
+    requires, and every role's peak.
 
     The size of this machine's GPUs judges only a run on them; a declared size judges any run.
     """
@@ -238,10 +239,14 @@ def _memory(
             prompt_tokens=prompt_tokens,
             gpu_memory=gpu_memory,
         )
-        return roles + phases(plan, roles)
+        return roles + phases(plan, roles, policy_shape)
 
     roles = peaks(plan)
     if gpu_memory is not None and plan.learner.device == "cuda":
+        shared = with_share(plan, roles, policy_shape, gpu_memory)
+        if shared is not plan:
+            plan = shared
+            roles = peaks(plan)
         faster = _without_checkpointing(config, plan)
         faster_roles = roles if faster is plan else peaks(faster)
         if all(r.nbytes <= gpu_memory for r in faster_roles if r.device == "cuda"):

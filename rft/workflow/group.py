@@ -350,7 +350,7 @@ class _GroupPlay:
         for run in unscored:
             if run.error is None:
                 run = replace(run, error=RunError(_ENDED[self._cut]), ended=self._cut)
-            played.append(self._runs.record(run))
+            played.append(self._runs.make_rows(run))
         return sorted(played, key=lambda r: r.experiences[0].id.run)
 
     def _cut_run(self, run: int) -> Run:

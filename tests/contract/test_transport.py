@@ -17,6 +17,7 @@ import pytest
 import torch
 import xxhash
 
+from rft.collective import pinned
 from rft.errors import WeightSyncFailed
 from rft.sync.base import Transport
 from rft.sync.settings import FixedSync
@@ -71,16 +72,26 @@ def stage(transport: Transport, step: int, seed: int | None = None) -> WeightMan
     )
 
 
-@pytest.fixture(params=["memory", "checkpoint", "nccl", "memory-through-files"])
+PINNED: list[int] = []  # addresses of memory that a GPU would use
+
+
+def pretend_to_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transports write as for a GPU: to the place itself, which is hashed there."""
+    PINNED.clear()
+    monkeypatch.setattr(pinned, "pin", lambda memory: PINNED.append(memory.data_ptr()) or True)
+    monkeypatch.setattr(pinned, "unpin", lambda memory: PINNED.remove(memory.data_ptr()))
+
+
+@pytest.fixture(params=["memory", "checkpoint", "nccl", "memory-through-files", "memory-pinned"])
 def transport(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Transport]:
     if request.param == "memory-through-files":
         monkeypatch.setattr(memory, "memory_is_readable", lambda: False)
         monkeypatch.setattr(memory, "_SHM", tmp_path / "shm-that-is-not-there")
-    made = make(
-        FixedSync(sync_method=request.param.removesuffix("-through-files")), tmp_path / "sync"
-    )
+    if request.param == "memory-pinned":
+        pretend_to_pin(monkeypatch)
+    made = make(FixedSync(sync_method=request.param.partition("-")[0]), tmp_path / "sync")
     yield made
     made.close()
     made.close()
@@ -284,6 +295,29 @@ def test_memory_is_asked_for_once(tmp_path: Path) -> None:
     made.close()
     pages = (32 << 20) // resource.getpagesize()
     assert faults[0] + faults[1] > pages > 4 * max(faults[2:]), faults
+
+
+def test_places_are_pinned_once_and_until_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """U7: from the second version on a GPU writes to the place that engines read."""
+    pretend_to_pin(monkeypatch)
+    written: list[int] = []
+    in_place = blob._arrived
+    monkeypatch.setattr(
+        blob, "_arrived", lambda *given: written.append(given[2].data_ptr()) or in_place(*given)
+    )
+    made = make(FixedSync(sync_method="memory"), tmp_path / "sync")
+    for step in range(6):
+        manifest = stage(made, step)
+        assert same(read(manifest), weights(step))
+        if step:
+            made.release(Version(1, step - 1))
+    assert len(PINNED) == len(set(PINNED)) == 2 and len(written) == 5 * len(weights(0))
+    size = blob.aligned(manifest.nbytes) + 4096
+    assert all(any(at <= w < at + size for at in PINNED) for w in written)
+    made.close()
+    assert PINNED == []
 
 
 def test_checkpoint_removes_what_an_earlier_start_left(tmp_path: Path) -> None:

@@ -285,7 +285,8 @@ class Simulation:
 
     def _fits(self, plan: Plan) -> bool:
         roles = estimate(plan, self._shape, trained=self._trained, gpu_memory=self._memory)
-        return not too_much((*roles, *phases(plan, roles)), plan, ram=None, gpu_memory=self._memory)
+        roles += phases(plan, roles, self._shape)
+        return not too_much(roles, plan, ram=None, gpu_memory=self._memory)
 
 
 def _splits(plan: Plan) -> Iterator[Plan]:

@@ -1,14 +1,15 @@
 """Write tensors into an open file and describe them: common code of all file-like transports.
 
 Independent of versions' lifetimes. Invariant: a tensor's hash is computed from the trainer's own
-memory, not from the written bytes, so damage on the way to an engine is always detected.
+memory, not from the written bytes, so damage on the way to an engine is always detected.  What a GPU
+writes to its place is hashed where it arrived.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Semaphore
 
@@ -45,10 +46,12 @@ def write(
     tensors: Iterable[tuple[str, torch.Tensor]],
     tied: dict[str, str],
     mapped: torch.Tensor | None = None,
+    pinned: bool = False,
 ) -> tuple[TensorSpec, ...]:
     """Write every tensor to `fd` from offset 0 on; return their specs.
 
-    `mapped`: mapping of the first bytes of `fd`; bytes beyond it are written through `fd`. Raises
+    `mapped`: mapping of the first bytes of `fd`; bytes beyond it are written through `fd`.
+    `pinned`: a GPU copies into it directly, so nothing waits and there is no copy in between. Raises
     WeightSyncFailed for tensors that no engine should load.
     """
     room = np.empty(0, np.uint8) if mapped is None else mapped.numpy()
@@ -62,16 +65,23 @@ def write(
             if name in names:
                 raise WeightSyncFailed(f"version {version}: tensor {name} was given twice")
             names.add(name)
-            host = tensor.detach().to("cpu").contiguous()
-            if host.dtype not in _NAMES:
+            tensor = tensor.detach()
+            if tensor.dtype not in _NAMES:
                 raise WeightSyncFailed(
-                    f"version {version}: tensor {name} is {host.dtype}; a transport carries "
+                    f"version {version}: tensor {name} is {tensor.dtype}; a transport carries "
                     f"{', '.join(_NAMES.values())}"
                 )
             start = aligned(end)
-            end = start + host.nbytes
+            end = start + tensor.nbytes
             room_left.acquire()
-            carried.append(pool.submit(_carry, fd, room, version, name, host, start))
+            if pinned and mapped is not None and end <= len(mapped):
+                place = mapped[start:end].view(tensor.dtype).view(tensor.shape)
+                place.copy_(tensor, non_blocking=True)
+                arrived = _copies(tensor.device)
+                carried.append(pool.submit(_arrived, version, name, place, start, arrived))
+            else:
+                host = tensor.to("cpu").contiguous()
+                carried.append(pool.submit(_carry, fd, room, version, name, host, start))
             carried[-1].add_done_callback(lambda _: room_left.release())
     _check_tied(version, names, tied)
     return tuple(tensor.result() for tensor in carried)
@@ -84,6 +94,42 @@ def _carry(
 
     Each piece is checked, hashed and copied while it is in the processor's cache.
     """
+
+    def copied(at: int, piece: np.ndarray) -> None:
+        begin = start + at
+        if begin + len(piece) <= len(room):
+            np.copyto(room[begin : begin + len(piece)], piece)
+        else:
+            _pwrite(fd, piece.data, begin)
+
+    return _described(version, name, host, start, copied)
+
+
+def _copies(device: torch.device) -> Callable[[], None]:
+    """Return a function that waits for the copies which `device` has begun."""
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record()
+    return event.synchronize
+
+
+def _arrived(
+    version: Version, name: str, place: torch.Tensor, start: int, arrived: Callable[[], None]
+) -> TensorSpec:
+    """Return the spec of a tensor that a GPU copies to its place, once it `arrived`."""
+    arrived()
+    return _described(version, name, place, start, lambda at, piece: None)
+
+
+def _described(
+    version: Version,
+    name: str,
+    host: torch.Tensor,
+    start: int,
+    visit: Callable[[int, np.ndarray], None],
+) -> TensorSpec:
+    """Check and hash a tensor piece by piece; `visit` is called with each piece and its offset."""
     digest = xxhash.xxh3_128()
     flat = host.reshape(-1)
     data = flat.view(torch.uint8).numpy()
@@ -94,12 +140,8 @@ def _carry(
                 f"version {version}: tensor {name} holds NaN or infinity; it is not published"
             )
         piece = data[at : at + PIECE]
-        begin = start + at
         digest.update(piece)
-        if begin + len(piece) <= len(room):
-            np.copyto(room[begin : begin + len(piece)], piece)
-        else:
-            _pwrite(fd, piece.data, begin)
+        visit(at, piece)
     return TensorSpec(
         name, _NAMES[host.dtype], tuple(host.shape), start, host.nbytes, digest.hexdigest()
     )

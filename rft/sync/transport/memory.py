@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from rft.collective import pinned
 from rft.errors import WeightSyncFailed
 from rft.sync.transport import blob
 from rft.types.ids import Version
@@ -39,6 +40,7 @@ class _Slot:
     path: str
     file: Path | None  # file to remove on close; None for anonymous memory
     mapped: torch.Tensor | None = None  # its bytes (uint8), if mapped
+    pinned: bool = False  # a GPU copies into `mapped` directly
     version: Version | None = None  # None = free
     order: int = 0  # order of staging
 
@@ -67,7 +69,7 @@ class MemoryTransport:
             raise WeightSyncFailed(f"version {version}: the transport is closed")
         slot = self._free_slot()
         try:
-            specs = blob.write(slot.fd, version, tensors, tied, slot.mapped)
+            specs = blob.write(slot.fd, version, tensors, tied, slot.mapped, slot.pinned)
         except OSError as e:
             raise WeightSyncFailed(
                 f"version {version}: writing the weights to {slot.path} failed: {e}"
@@ -79,7 +81,7 @@ class MemoryTransport:
         slot.version = version
         slot.order = self._staged
         if slot.mapped is None and slot.file is None:
-            slot.mapped = _mapped(slot.path, os.fstat(slot.fd).st_size)
+            _map(slot, os.fstat(slot.fd).st_size)
         if self._staged == 1 and slot.file is None:  # a second version will follow
             pool = ThreadPoolExecutor(1, thread_name_prefix="spare")
             self._spare = pool.submit(_anonymous, sum(blob.aligned(spec.nbytes) for spec in specs))
@@ -112,10 +114,7 @@ class MemoryTransport:
         self._closed = True
         self._take_spare()
         while self._slots:
-            slot = self._slots.pop()
-            os.close(slot.fd)
-            if slot.file is not None:
-                slot.file.unlink(missing_ok=True)
+            _drop(self._slots.pop())
 
     def _free_slot(self) -> _Slot:
         if self.place == "memory" and self._shared and _hidden():
@@ -127,8 +126,8 @@ class MemoryTransport:
             free = used[: len(used) - _KEPT] if len(used) > _KEPT else [self._new_slot()]
         slot = free[0]
         if slot.file is None and self.place != "memory":  # other processes can no longer open it
-            os.close(slot.fd)
             self._slots.remove(slot)
+            _drop(slot)
             slot = self._new_slot()
         slot.version = None  # its bytes belong to no version from now on
         return slot
@@ -184,18 +183,30 @@ def memory_is_readable() -> bool:
 def _anonymous(size: int = 0) -> _Slot:
     """Return a slot of anonymous memory; allocate `size` bytes now, the rest when written."""
     fd = os.memfd_create("rft-weights", os.MFD_CLOEXEC)
-    path = f"/proc/{os.getpid()}/fd/{fd}"
-    return _Slot(fd, path, None, _mapped(path, size) if size else None)
+    slot = _Slot(fd, f"/proc/{os.getpid()}/fd/{fd}", None)
+    if size:
+        _map(slot, size)
+    return slot
 
 
-def _mapped(path: str, size: int) -> torch.Tensor:
-    """Map the memory with all pages allocated, so that writes need no kernel work."""
-    mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+def _map(slot: _Slot, size: int) -> None:
+    """Map the memory with all pages allocated, so that writes need no kernel work; pin it for the
+    GPU of this process.
+    """
+    slot.mapped = torch.from_file(slot.path, shared=True, size=size, dtype=torch.uint8)
     # an older kernel refuses, and allocates each page when written
     ctypes.CDLL(None).madvise(
-        ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(size), _POPULATE_WRITE
+        ctypes.c_void_p(slot.mapped.data_ptr()), ctypes.c_size_t(size), _POPULATE_WRITE
     )
-    return mapped
+    slot.pinned = pinned.pin(slot.mapped)
+
+
+def _drop(slot: _Slot) -> None:
+    if slot.mapped is not None and slot.pinned:
+        pinned.unpin(slot.mapped)
+    os.close(slot.fd)
+    if slot.file is not None:
+        slot.file.unlink(missing_ok=True)
 
 
 def _hidden() -> bool:

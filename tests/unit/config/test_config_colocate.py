@@ -4,6 +4,7 @@ is refused.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
 from rft.errors import ConfigError, ConfigErrors
 from rft.launch.cluster import placement
+from rft.preflight.check import check
 from rft.preflight.memory_estimate import estimate, too_much
-from rft.preflight.memory_shared import phases
+from rft.preflight.memory_shared import KEY, LEFT, MOST, phases
 from rft.preflight.memory_terms import CUDA_CONTEXT
+from rft.preflight.memory_trainer import canary
 from rft.preflight.model_folder import ModelShape
 
 FILE = Path(__file__).parent / "data" / "good" / "short.yaml"
@@ -169,13 +172,56 @@ def test_check_plans_the_memory_of_both_phases() -> None:
     made = plan(gpus=1)
     gpu = 24 << 30
     found = estimate(made, shape, gpu_memory=gpu)
-    roles = {r.role: r for r in (*found, *phases(made, found))}
+    roles = {r.role: r for r in (*found, *phases(made, found, shape))}
     exploring = roles["shared GPU, exploring"]
     training = roles["shared GPU, training"]
-    assert exploring.nbytes == roles["engine-0"].nbytes + 12 * shape.parameters + CUDA_CONTEXT
+    scoring = canary(made, shape)
+    assert shape.embedding * 2 < scoring < 1 << 30
+    assert (
+        exploring.nbytes
+        == roles["engine-0"].nbytes + 12 * shape.parameters + CUDA_CONTEXT + scoring
+    )
     assert training.nbytes == roles["trainer-0"].nbytes + CUDA_CONTEXT
     assert too_much(tuple(roles.values()), made, ram=None, gpu_memory=gpu) == []
     greedy = plan("explorer.rollout_model.gpu_memory_utilization=0.9", gpus=1)
     found = estimate(greedy, shape, gpu_memory=gpu)
-    (excess,) = too_much((*found, *phases(greedy, found)), greedy, ram=None, gpu_memory=gpu)
+    (excess,) = too_much((*found, *phases(greedy, found, shape)), greedy, ram=None, gpu_memory=gpu)
     assert "shared GPU, exploring" in excess.message and "gpu_memory_util" in excess.message
+
+
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("gib", "written", "share"),
+    [(80, None, 0.77), (80, 0.6, 0.6), (141, None, 0.85), (None, None, 0.5)],
+)
+def test_engines_take_what_the_trainer_at_rest_leaves(
+    gib: int | None, written: float | None, share: float, tmp_path: Path
+) -> None:
+    """U12: Qwen3-8B on eight GPUs; a share that is written, or GPUs of unknown size, stay."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    overrides = ["mode=colocate", f"model.model_path={tmp_path}", "cluster.gpu_per_node=8"]
+    overrides += ["explorer.rollout_model.engine_num=8", "model.max_response_tokens=8192"]
+    overrides += [] if written is None else [f"{KEY}={written}"]
+    memory = None if gib is None else gib << 30
+    facts = Facts(cpus=64, gpus=8, memory=None, gpu_memory=memory, disk=lambda _: None)
+    report = check(FILE, overrides, facts=facts, schema_only=True)
+    assert report.plan is not None and not report.errors
+    assert {e.gpu_memory_utilization for e in report.plan.engines} == {share}
+    derived = [d.value for d in report.plan.derived if d.key == KEY]
+    assert derived == ([share] if written is None else [])
+    if memory is not None and written is None:
+        exploring = next(r for r in report.memory if r.role == "shared GPU, exploring")
+        assert share <= MOST and exploring.nbytes <= (1 - LEFT) * memory

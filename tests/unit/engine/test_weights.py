@@ -1,13 +1,15 @@
 """The reader of published weights."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
-from rft.engine.weights import MappedWeights
+from rft.collective import pinned
+from rft.engine.weights import MappedWeights, PinnedPlaces, WeightIntake
 from rft.testing.engine_contract import stage
 from rft.types.ids import Version
 from rft.types.ports import TensorSpec, WeightManifest
@@ -66,3 +68,61 @@ def test_bfloat16(tmp_path: Path) -> None:
         version=Version(1, 0), transport="checkpoint", path=str(tmp_path / "w"), tensors=(spec,)
     )
     assert torch.equal(MappedWeights(manifest).tensor(spec), values)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Calls of a process whose GPU pins memory: what is done, and its address."""
+    calls: list[tuple[str, int]] = []
+    for name in ("pin", "unpin"):
+        monkeypatch.setattr(
+            pinned,
+            name,
+            lambda memory, name=name: calls.append((name, memory.data_ptr())) or True,
+        )
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    return calls
+
+
+def test_a_gpu_reads_the_places_of_versions_which_are_pinned_once(
+    gpu: list[tuple[str, int]], manifest: WeightManifest, tmp_path: Path
+) -> None:
+    intake = WeightIntake()
+    in_memory = msgspec.structs.replace(manifest, transport="memory")
+    for _ in range(3):
+        taken = intake.take(in_memory)
+        assert taken.report.intact and [what for what, _ in gpu] == ["pin"]
+        view = taken.weights.tensor(manifest.tensors[0])
+        assert view.data_ptr() == gpu[0][1] + manifest.tensors[0].offset
+        assert np.array_equal(view.numpy(), WEIGHTS["a"])
+    assert not intake.take(in_memory, damage=True).report.intact
+    assert intake.take(in_memory).report.intact, "damage has not reached other engines"
+    assert intake.take(manifest).report.intact and len(gpu) == 1, (
+        "a checkpoint's file is not pinned"
+    )
+
+
+def test_a_gpu_keeps_as_many_places_as_a_trainer_has(
+    gpu: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    places = PinnedPlaces()
+    files = [stage(tmp_path / str(i), WEIGHTS, Version(1, i)).path for i in range(5)]
+    for file in (*files[:3], *files):
+        assert bytes(places.bytes_of(file) or b"") == Path(file).read_bytes()
+    at = [address for what, address in gpu if what == "pin"]
+    assert [address for what, address in gpu if what == "unpin"] == at[:2] and len(at) == 5
+
+
+def test_what_cannot_be_pinned_is_mapped_privately(
+    manifest: WeightManifest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried = []
+    runtime = SimpleNamespace(cudaHostRegister=lambda *given: tried.append(given) or 801)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    intake = WeightIntake()
+    in_memory = msgspec.structs.replace(manifest, transport="memory")
+    for _ in range(2):
+        assert isinstance(intake.take(in_memory).weights, MappedWeights)
+    assert len(tried) == 1 and tried[0][1] == Path(manifest.path).stat().st_size
+    assert "CUDA error 801" in caplog.text

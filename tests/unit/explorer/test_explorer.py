@@ -215,8 +215,8 @@ async def test_a_short_batch_goes_on_with_more_refills(world):
     world.buffer._held = [StoredGroup(0, task, False) for task in range(5)]
     with pytest.raises(
         ShortBatch,
-        match=r"\(4 held\), and all 2 refills are used up.*raise buffer\.max_refill .only groups "
-        r"without a",
+        match=r"\(4 held\), and all 2 refills are used up.*raise buffer\.max_refill .a resumed run "
+        r"repeats only groups without a",
     ):
         await world.explorer(max_refill=2).run()
     assert world.buffer.groups == []
