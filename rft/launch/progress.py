@@ -110,9 +110,9 @@ class Progress:
         self, look: Callable[[], Awaitable[Sequence[Activity]]]
     ) -> AsyncIterator[None]:
         """Let the teller ask this event loop for the activities of all parts."""
-        asked = _Asked(look)
-        answering = asyncio.ensure_future(asked.answer())
-        self._teller.look = asked.activities
+        inquiry = _Inquiry(look)
+        answering = asyncio.ensure_future(inquiry.answer())
+        self._teller.look = inquiry.activities
         try:
             yield
         finally:
@@ -162,10 +162,10 @@ class Progress:
     def _say(self, line: str) -> None:
         self._console.print(safe(redact(line), lines=True), markup=False)
         self._console.file.flush()  # files and pipes get each line at once
-        self._teller.said()
+        self._teller.printed()
 
 
-class _Asked:
+class _Inquiry:
     """Lets another thread ask an event loop for the activities of all parts."""
 
     def __init__(self, look: Callable[[], Awaitable[Sequence[Activity]]]) -> None:

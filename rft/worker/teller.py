@@ -25,7 +25,7 @@ Look = Callable[[], Sequence[Activity]]
 
 class Teller:
     """Context manager: while it is open, `show` gets what is waited for after QUIET_S without a call
-    of `said`.
+    of `printed`.
 
     `look` returns current activities within LOOK_S; by default those of this process.  `served`:
     clients supply the work, so long waits are said ever later.
@@ -56,7 +56,7 @@ class Teller:
         self._over.set()
         self._thread.join()
 
-    def said(self) -> None:
+    def printed(self) -> None:
         """Count QUIET_S from now on: a line was printed."""
         self._last_line = self._clock()
         self._quiet_s = QUIET_S
