@@ -171,13 +171,13 @@ class _Inquiry:
     def __init__(self, look: Callable[[], Awaitable[Sequence[Activity]]]) -> None:
         self._look = look
         self._loop = asyncio.get_running_loop()
-        self._wanted = asyncio.Event()
+        self._pending = asyncio.Event()
         self._answers: queue.SimpleQueue[Sequence[Activity]] = queue.SimpleQueue()
 
     async def answer(self) -> None:
         while True:
-            await self._wanted.wait()
-            self._wanted.clear()
+            await self._pending.wait()
+            self._pending.clear()
             self._answers.put(await self._look())
 
     def activities(self) -> Sequence[Activity]:
@@ -185,7 +185,7 @@ class _Inquiry:
         try:
             while not self._answers.empty():  # of a look that was too late
                 self._answers.get_nowait()
-            self._loop.call_soon_threadsafe(self._wanted.set)
+            self._loop.call_soon_threadsafe(self._pending.set)
             return self._answers.get(timeout=LOOK_S)
         except (queue.Empty, RuntimeError):
             return activities()
