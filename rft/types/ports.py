@@ -270,12 +270,15 @@ class Sender(Protocol):
 class ScoreRow(Struct, frozen=True, kw_only=True):
     """Tokens to score, from `prompt_length` on.
 
-    `prompt`: the engine renders it and puts its tokens first; `prompt_length` is 0 then.
+    `prompt`: the engine renders it and puts its tokens first; `prompt_length` is 0 then.  `chat`
+    and `logprobs` are for a teacher with another tokenizer (`rft.engine.spans`).
     """
 
     tokens: np.ndarray  # int32 [T]
     prompt_length: int
     prompt: GenerateRequest | None = None
+    chat: GenerateRequest | None = None  # the prompt of the tokens as messages
+    logprobs: np.ndarray | None = None  # float32 [R], those of the policy that wrote the tokens
     top: int = 0  # also return so many most likely tokens at each position
     temperature: float = 1.0
     routed_experts: np.ndarray | None = None  # replace the router's choice, see rft.types.experts

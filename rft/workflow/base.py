@@ -278,12 +278,12 @@ class RunContext:
         """Record what a teacher says of tokens that the policy wrote, at the temperature of their
         call.
 
-        `name`: an auxiliary model, which must have the policy's tokenizer, or "self": the policy,
-        with the weights that it serves.  The teacher scores every call that has no teacher yet, or
-        that of `completion`, after the call's own prompt.  With `messages` it scores `completion`
-        (None: the last call's) after this other prompt, which its template renders and which is
-        never trained; `arguments` as in `request`.  Raises KeyError for an unknown name, ValueError
-        for what cannot be taught, PromptTooLong, and TeacherLate.
+        `name`: an auxiliary model, with the policy's tokenizer or `alignment: text`, or "self": the
+        policy, with the weights that it serves.  The teacher scores every call that has no teacher
+        yet, or that of `completion`, after the call's own prompt.  With `messages` it scores
+        `completion` (None: the last call's) after this other prompt, which its template renders and
+        which is never trained; `arguments` as in `request`.  Raises KeyError for an unknown name,
+        ValueError for what cannot be taught, PromptTooLong, and TeacherLate.
         """
         teacher = self._model if name == SELF else self.model(name)
         if completion is None and not messages:
@@ -300,6 +300,8 @@ class RunContext:
                 tokens=_tokens(c) if prompt is None else c.tokens,
                 prompt_length=len(c.prompt_tokens) if prompt is None else 0,
                 prompt=prompt,
+                chat=self._chat_request(turn) if prompt is None and name != SELF else None,
+                logprobs=None if name == SELF else c.logprobs,
                 top=self.teacher_top,
                 temperature=c.sampling.temperature or 1.0,  # 1 for greedy tokens
             )
@@ -322,6 +324,16 @@ class RunContext:
         if not numbers:
             raise ValueError("teach: the completion is of no call of this run")
         return numbers[0]
+
+    def _chat_request(self, turn: Turn) -> GenerateRequest | None:
+        """Return a call's prompt for another template; None if it has no messages, or images."""
+        if not turn.messages or turn.images:
+            return None
+        return GenerateRequest(
+            messages=turn.messages,
+            tools=turn.tools,
+            chat_template_args=self._task.chat_template_args,
+        )
 
     def _teacher_request(
         self, name: str, turn: Turn, messages: Sequence[dict[str, Any]], arguments: dict[str, Any]
