@@ -233,7 +233,8 @@ def _show_prompts(out: Any, report: Report) -> None:
     for t in report.tasksets:
         for row in t.rows:
             tokens = f"{row.tokens} tokens" if row.tokens is not None else ""
-            facts = "".join(f", {fact}" for fact in (tokens, _gold(row)) if fact)
+            shown = [f"image of {image}" for image in row.images]
+            facts = "".join(f", {fact}" for fact in (tokens, *shown, _gold(row)) if fact)
             out.print(f"[bold]{escape(t.name)}\\[{row.index}][/]{escape(facts)}")
             prompt = row.prompt if len(row.prompt) < 800 else row.prompt[:797] + "..."
             out.print(f"  {escape(prompt)!s}", style="cyan")

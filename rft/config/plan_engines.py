@@ -147,6 +147,7 @@ def engines(
             trust_remote_code=model.trust_remote_code,
             chat_template=template,
             chat_template_kwargs=_thinking(model.enable_thinking),
+            image_processor_args=model.image_processor_args.written(),
             extra_engine_args=_engine_args(ctx.config, shared["engine_type"]),
             top_logprobs=top_logprobs,
         )
