@@ -797,9 +797,9 @@ on `examples/tiny` is 95 % of that of a teacher (`opd_level`, `grpo_level`); wha
     Part(
         """## Other architectures
 
-Written by `python scripts/learning.py --only moe,hybrid,colour --write`. The same task and GRPO. `moe` is a tiny `qwen3_moe`, two of eight experts
-for each token, trained by `rft run` with vLLM and `router_replay: on`; `hybrid` is a tiny `qwen3_5_text`, linear attention below attention,
-with the transformers engine. `colour` is `examples/colour`, a Qwen2.5-VL. Seconds are of a whole run.
+Written by `python scripts/learning.py --only moe,hybrid,colour --write`. The same task and GRPO. `moe` is a tiny `qwen3_moe`, two of
+eight experts for each token, trained by `rft run` with vLLM and `router_replay: on`; `hybrid` is a tiny `qwen3_5_text`, linear attention
+below attention, with the transformers engine. `colour` is `examples/colour`, a Qwen2.5-VL. Seconds are of a whole run.
 """,
         tuple(FAMILIES),
         _tiny,
