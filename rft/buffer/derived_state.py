@@ -1,4 +1,4 @@
-"""Derive the state of each experience for a version from the facts that count, store it and count
+"""Derive the state of each experience for a version from its ancestry's facts, store it and count
 it.
 
 A version (lineage, step) descends from every step of its own lineage up to `step`, from its
@@ -126,7 +126,7 @@ class StepSums:
         sums.append((step, sums[-1][1] + number, sums[-1][2] + total))
 
     def within(self, ancestry: Mapping[int, int]) -> tuple[int, int]:
-        """Return count and total of the facts that count for the ancestry."""
+        """Return number and total of the facts inside the ancestry."""
         number = total = 0
         for lineage, step in ancestry.items():
             if sums := self._by_lineage.get(lineage):

@@ -224,8 +224,8 @@ class ExplorerSide(BufferCore):
         """
         self._reserve.fill()
         ledger = self._ledger
-        ready: list[IncomingGroup | BufferFailed] = [self._read(offer) for offer in offers]
-        names = [x.id for x in ready if isinstance(x, IncomingGroup)]
+        parsed: list[IncomingGroup | BufferFailed] = [self._parse(offer) for offer in offers]
+        names = [x.id for x in parsed if isinstance(x, IncomingGroup)]
 
         def work(tx: Connection) -> tuple[list[IncomingGroup | Stored | BufferFailed], list[str]]:
             fault("buffer.append.before")
@@ -238,7 +238,7 @@ class ExplorerSide(BufferCore):
                     )
                 )
             answers = [
-                x if isinstance(x, BufferFailed) else self._new(x, stored_hashes) for x in ready
+                x if isinstance(x, BufferFailed) else self._new(x, stored_hashes) for x in parsed
             ]
             for i, (offer, x) in enumerate(zip(offers, answers, strict=True)):
                 if isinstance(x, IncomingGroup) and not session_rows.all_wait(tx, offer.sessions):
@@ -255,7 +255,7 @@ class ExplorerSide(BufferCore):
             return answers, locators
 
         answers, locators = ledger.run(
-            work, size=sum(x.num_bytes for x in ready if isinstance(x, IncomingGroup))
+            work, size=sum(x.num_bytes for x in parsed if isinstance(x, IncomingGroup))
         )
         ledger.garbage = []
         fault("buffer.append.after")
@@ -266,7 +266,8 @@ class ExplorerSide(BufferCore):
         places = iter(locators)
         return [_stored(x, next(places)) if isinstance(x, IncomingGroup) else x for x in answers]
 
-    def _read(self, offer: Offer) -> IncomingGroup | BufferFailed:
+    def _parse(self, offer: Offer) -> IncomingGroup | BufferFailed:
+        """Decode the rows of an offered group; return the error if they are invalid."""
         try:
             self._ledger.fence(offer.lineage)
             writers = self._ledger.writers()
@@ -290,6 +291,7 @@ class ExplorerSide(BufferCore):
     def _new(
         self, x: IncomingGroup, stored_hashes: dict[str, str]
     ) -> IncomingGroup | Stored | BufferFailed:
+        """Return `x` if it is new, its result if it is a repetition, or why it is refused."""
         name = x.id
         content = x.content_hash
         if (old := stored_hashes.get(name)) is not None:

@@ -279,23 +279,23 @@ class TrainerSide(BufferCore):
         return order, choice
 
     async def _finish_lease(self, order: LeaseOrder, step: int, max_uses: int | None) -> None:
-        over = order.finish_lease(step, max_uses=max_uses)
+        finished = order.finish_lease(step, max_uses=max_uses)
         await self._notify()
-        await self._drop_payload(over)
+        await self._drop_payload(finished)
 
-    async def _drop_payload(self, over: Sequence[ReadyGroup]) -> None:
+    async def _drop_payload(self, finished: Sequence[ReadyGroup]) -> None:
         """Drop the payload of finished groups if only memory holds it."""
-        locators = [g.locator for g in over]
+        locators = [g.locator for g in finished]
 
         def work(tx: Connection) -> None:
-            files = release(tx, [g.id for g in over]) if self._ledger.images else []
+            files = release(tx, [g.id for g in finished]) if self._ledger.images else []
             self._storage.drop([*locators, *files], tx)
 
         def drop() -> None:
             self._ledger.run(work)
             self._ledger.blocks.difference_update(locators)
 
-        if over and not self._storage.durable:
+        if finished and not self._storage.durable:
             await self._run(drop)
 
     async def _drop_damaged(

@@ -42,7 +42,7 @@ from rft.types.ports import (
     TaskOutcome,
 )
 from rft.worker import job_pool
-from rft.worker.waiting import activities, sentence
+from rft.worker.waiting import activities, sentence, works
 from rft.workflow.base import NO_MODELS
 from rft.workflow.group import judge
 from rft.workflow.recipes import Recipes, refuse_group_reward
@@ -138,10 +138,12 @@ class Explorer:
 
     async def _run(self) -> None:
         try:
-            await self._recipes.prepare(self._models)
-            await self._pipeline.prepare({**self._models, ROLLOUT_MODEL: self._model})
+            with works("preparing rewards and operators"):
+                await self._recipes.prepare(self._models)
+                await self._pipeline.prepare({**self._models, ROLLOUT_MODEL: self._model})
             reason = await self._explore()
-            await self._pipeline.close()
+            with works("closing the operators"):
+                await self._pipeline.close()
             await self._buffer.finish(reason)
             version = await self._gate.wait_final()
             if self.settings.eval_at_end and await self._gate.evaluates():
@@ -151,7 +153,8 @@ class Explorer:
                     await self._sink.log(
                         MetricRecord(role="explorer", step=self._reported + 1, values=judges)
                     )
-            await self._recipes.close()
+            with works("closing the rewards"):
+                await self._recipes.close()
         except BaseException as error:
             for close in (self._pipeline.close, self._recipes.close):
                 try:

@@ -47,6 +47,7 @@ from rft.sync.waits import all_of
 from rft.trainer.checkpoint import manifest as manifests
 from rft.trainer.checkpoint.manifest import Manifest
 from rft.types.ids import Version
+from rft.worker.waiting import works
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +105,8 @@ async def run(
                 try:
                     rundir.state("stopping")
                 finally:
-                    await parts.end(graceful=worked)
+                    with works("ending the parts of the run"):
+                        await parts.end(graceful=worked)
     last, resumed = mode.outcome()
     return Outcome(last, mode.plan.run_dir, time.monotonic() - began, resumed)
 

@@ -347,7 +347,7 @@ class ExploreGate(Protocol):
         ...
 
     async def wait_verified(self, version: Version) -> bool:
-        """Wait for the canary of `version`; False if it failed and its rows never count."""
+        """Wait for the canary of `version`; False if it failed and its rows are never trained."""
         ...
 
     async def acquire_group(self, batch: int, group: int | None) -> bool:
@@ -404,8 +404,8 @@ class GroupStats(Struct, frozen=True, kw_only=True):
     """Statistics of all scored rows of a group, frozen at the lease (`rft.types.credit`).
 
     `rewards`, `runs`, `steps`, `lengths`, `credits` and `parts` have one entry per row, by run,
-    attempt and step, including rows that were filtered out or leased elsewhere.  `mean` and `std` (unbiased, 0
-    for one) are over runs, not rows.
+    attempt and step, including rows that were filtered out or leased elsewhere.
+    `mean` and `std` (unbiased, 0 for one) are over runs, not rows.
     """
 
     group: str  # text form of GroupId

@@ -84,7 +84,7 @@ class PlayedGroup:
         return ": ".join(filter(None, (self.reason, first)))
 
     def refused(self, detail: str, *, reason: str = "rejected", traceback: str = "") -> PlayedGroup:
-        """Return the group with every run as a failed record, for rows that cannot be stored."""
+        """Return the group with every run as a failed row, for rows that cannot be stored."""
         info = {"traceback": _unicode(traceback)} if traceback else None
         runs = tuple(
             replace(

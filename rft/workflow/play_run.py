@@ -217,13 +217,14 @@ class TaskRuns:
             except Exception as e:
                 error = e
         seconds = time.monotonic() - start
-        records = []
+        played_runs = []
         for run in runs:
             scored = run.number in played
             if scored and error is not None:
                 run = replace(run, error=error, ended=ended_by(error))
-            records.append(self.make_rows(run, scores.get(run.number), seconds if scored else 0.0))
-        return records
+            reward_s = seconds if scored else 0.0
+            played_runs.append(self.make_rows(run, scores.get(run.number), reward_s))
+        return played_runs
 
     def make_rows(self, run: Run, score: Score | None = None, reward_s: float = 0.0) -> PlayedRun:
         """Make the rows of a run, or the row without tokens that has the reason of its failure."""
@@ -245,7 +246,7 @@ class TaskRuns:
                         # each score fits into storage, their sum may not
                         number(row.reward, f"the reward of the calls of {row.id}")
                 value = run_reward(run.transcript, score)
-            except Exception as e:  # records of a workflow may be inconsistent
+            except Exception as e:  # a workflow's transcript may be inconsistent
                 error = e
         if error is not None:
             rows = (self._failed(run, error),)
@@ -286,7 +287,7 @@ class TaskRuns:
                 return await play(attempt), Run(0, attempt, time.monotonic() - start)
             except RftError:
                 raise
-            except Exception as e:  # user code may raise anything; it becomes a record
+            except Exception as e:  # user code may raise anything; it becomes a failed row
                 log.debug("attempt %d of %s failed", attempt, self.group, exc_info=True)
                 if isinstance(e, PromptTooLong) or attempt >= self.limits.max_retry_times:
                     seconds = time.monotonic() - start

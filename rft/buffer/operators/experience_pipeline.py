@@ -516,7 +516,7 @@ class _Running:
                     )
         except RftError:
             raise
-        except Exception as e:  # user code may raise anything; the group becomes failed records
+        except Exception as e:  # user code may raise anything; the group becomes failed rows
             late = isinstance(e, TimeoutError) and limit.expired()
             what = (
                 f"took longer than {self._deadline_s:g} s"

@@ -251,7 +251,7 @@ def _summary(
 def _value_metrics(
     rows: Sequence[TrainRow], prepared: PreparedStep, critic: bool
 ) -> dict[str, float]:
-    """Summarise advantages, rewards and, with a critic, values and returns of tokens that count."""
+    """Summarise advantages, rewards and, with a critic, values and returns of tokens in the loss."""
 
     def counted(name: str) -> np.ndarray:
         arrays = [(getattr(row, name), row.keep) for row in rows if not row.is_expert]

@@ -316,7 +316,7 @@ async def test_cancelling_run_cancels_everything(world):
 
 
 async def test_one_stuck_run_holds_up_nobody_else(world):
-    """31 of 32 runs answer; the last blocks a thread for ever.  It ends as a failed record at its
+    """31 of 32 runs answer; the last blocks a thread for ever.  It ends as a failed row at its
     deadline.
     """
     free = threading.Event()
