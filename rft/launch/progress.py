@@ -175,10 +175,13 @@ class _Inquiry:
         self._answers: queue.SimpleQueue[Sequence[Activity]] = queue.SimpleQueue()
 
     async def answer(self) -> None:
-        while True:
-            await self._pending.wait()
-            self._pending.clear()
-            self._answers.put(await self._look())
+        try:
+            while True:
+                await self._pending.wait()
+                self._pending.clear()
+                self._answers.put(await self._look())
+        finally:
+            self._answers.put(activities())  # for one who waits
 
     def activities(self) -> Sequence[Activity]:
         """Return the answer, or this process's own activities if the loop is blocked or closed."""

@@ -69,14 +69,10 @@ class Filters:
     @property
     def rare(self) -> bool:
         """Whether one of those is set that the page folds away."""
-        often = Filters(
-            taskset=self.taskset,
-            task=self.task,
-            status=self.status,
-            text=self.text,
-            order=self.order,
-        )
-        return self != often
+        often = {
+            n: getattr(self, n) for n in ("step", "taskset", "task", "status", "text", "order")
+        }
+        return self != Filters(**often)
 
     @property
     def few(self) -> bool:

@@ -188,10 +188,16 @@ async def test_rare_filters_are_folded_away_unless_they_are_set(tmp_path: Path) 
         assert form is not None
         bar = form[0].partition('<details id="rare">')[0]
         assert set(re.findall(r'name="(\w+)"', form[0])) == names
-        assert set(re.findall(r'name="(\w+)"', bar)) == {"taskset", "status", "text", "order"}
-        for often in ("task=1&taskset=toy", "status=failed", "text=a&order=best"):
+        assert set(re.findall(r'name="(\w+)"', bar)) == {
+            "step",
+            "taskset",
+            "status",
+            "text",
+            "order",
+        }
+        for often in ("step=1", "task=1&taskset=toy", "status=failed", "text=a&order=best"):
             assert '<details id="rare">' in await read(session, f"{run}?{often}")
-        for rare in ("step=1", "batch=0", "version=0", "state=used", "reason=x", "low=0", "high=1"):
+        for rare in ("batch=0", "version=0", "state=used", "reason=x", "low=0", "high=1"):
             assert '<details id="rare" open>' in await read(session, f"{run}?{rare}")
         assert (
             "min_reward: is no filter; there are step, "
