@@ -1,8 +1,9 @@
 """Find plugins by name in one registry; no table needs editing.
 
-A configuration names a plugin as `name`, `pkg.module:Name` or `path/file.py:Name`.  Names are
-registered by a decorator of `kind(...)`, in a built-in folder, a `--plugin-dir`, or a module of the
-entry-point group `rft.plugins`.  A file that fails to import stops everything with its traceback.
+A configuration names a plugin as `name` (no transport), `pkg.module:Name` or `path/file.py:Name`.
+Names are registered by a decorator of `kind(...)`, in a built-in folder, a `--plugin-dir`, or a
+module of the entry-point group `rft.plugins`, named like this module.  A file that fails to import
+stops everything with its traceback.
 """
 
 from __future__ import annotations

@@ -31,37 +31,66 @@ ANSWER_S = 600.0
 LEAST_S = 2.0  # that a scripted answer takes
 MOST_S = 6.0
 OVERHEAD_S = 0.020
+LEAST_SHARE = 0.95  # of the speed of vLLM's server, of chat completions
+LEAST_SHARE_MORE = 0.93  # of other APIs
 LENGTH = 512  # context, most of an answer, requests at the same time, of the real engine
 TOKENS = 80
 AT_ONCE = 32
 WORDS = "time year people way day man thing woman life child world school state family student group country problem hand part".split()
 
 
+@dataclass(frozen=True)
+class Dialect:
+    """Names of one of the APIs."""
+
+    path: str
+    said: str  # what was said
+    most: str  # most tokens of an answer
+    counted: str  # tokens of the answer, in its usage
+
+
+DIALECTS = {
+    "chat": Dialect("chat/completions", "messages", "max_tokens", "completion_tokens"),
+    "responses": Dialect("responses", "input", "max_output_tokens", "output_tokens"),
+    "messages": Dialect("messages", "messages", "max_tokens", "output_tokens"),
+}
+
+
 @dataclass
 class Client:
-    """Calls chat completions at one address; `late` holds each call's seconds beyond what its
-    answer takes.
-    """
+    """Calls one API of an address; `late` holds each call's seconds beyond what its answer takes."""
 
     http: Any
     late: list[float] = field(default_factory=list)
     tokens: int = 0
 
     async def ask(
-        self, base_url: str, key: str, text: str, *, takes_s: float = 0.0, **more: Any
+        self,
+        base_url: str,
+        key: str,
+        text: str,
+        *,
+        dialect: str = "chat",
+        most: int | None = None,
+        takes_s: float = 0.0,
+        **more: Any,
     ) -> None:
-        """Raises RuntimeError for what is not a whole answer."""
-        body = {"model": "policy", "messages": [{"role": "user", "content": text}], **more}
+        """`most`: tokens of the answer.  Raises RuntimeError for what is not a whole answer."""
+        api = DIALECTS[dialect]
+        said = [{"role": "user", "content": text}]
+        body = {"model": "policy", api.said: said, **more}
+        if most is not None:
+            body[api.most] = most
         began = time.perf_counter()
         async with self.http.post(
-            f"{base_url}/chat/completions", json=body, headers=shown(key)
+            f"{base_url}/{api.path}", json=body, headers=shown(key)
         ) as answer:
             read = await answer.read()
         self.late.append(time.perf_counter() - began - takes_s)
         if answer.status != 200 or (more.get("stream") and not read.endswith(b"data: [DONE]\n\n")):
             raise RuntimeError(f"{answer.status}: {read[-300:]!r}")
         if not more.get("stream"):
-            self.tokens += json.loads(read)["usage"]["completion_tokens"]
+            self.tokens += json.loads(read)["usage"][api.counted]
 
 
 def shown(key: str) -> dict[str, str]:
@@ -324,8 +353,8 @@ def _vllms(folder: Path, model: Path, key: str) -> contextlib.AbstractContextMan
     return process("vllm server", command, env, folder, ready)
 
 
-def _throughputs(rounds: int, requests: int) -> tuple[list[float], list[float]]:
-    """Seconds for a token of ours and of vLLM's server."""
+def _throughputs(rounds: int, requests: int) -> dict[str, tuple[list[float], list[float]]]:
+    """Seconds for a token of ours and of vLLM's server, by dialect."""
     model = smollm2()
     key = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name, contextlib.ExitStack() as stack:
@@ -336,7 +365,7 @@ def _throughputs(rounds: int, requests: int) -> tuple[list[float], list[float]]:
         }
         number = 0
 
-        def side(address: str) -> Callable[[], float]:
+        def side(address: str, dialect: str) -> Callable[[], float]:
             def run() -> float:
                 nonlocal number
                 number += 1
@@ -354,7 +383,9 @@ def _throughputs(rounds: int, requests: int) -> tuple[list[float], list[float]]:
                     # without a seed, of which vLLM's own server on CPU ends
                     async def one(text: str, most: int) -> None:
                         async with turn:
-                            await client.ask(address, key, text, max_tokens=most, temperature=1.0)
+                            await client.ask(
+                                address, key, text, dialect=dialect, most=most, temperature=1.0
+                            )
 
                     await asyncio.gather(*map(one, texts, lengths))
                     return (time.perf_counter() - began) / client.tokens
@@ -363,17 +394,20 @@ def _throughputs(rounds: int, requests: int) -> tuple[list[float], list[float]]:
 
             return run
 
-        return harness.in_turn(side(sides["ours"]), side(sides["raw"]), rounds)
+        return {
+            name: harness.in_turn(side(sides["ours"], name), side(sides["raw"], name), rounds)
+            for name in DIALECTS
+        }
 
 
 # ---------------------------------------------------------------- all
 
 
 def serve_overhead(quick: bool) -> harness.Result:
-    """`throughput`: seconds for a token at vLLM's own OpenAI server / at `rft serve` (Ray, one
-    engine, every answer stored before it leaves), the same chats, 32 at once, answers of up to 20
-    to 80 tokens, same engine arguments, SmolLM2-135M-Instruct; both run all the time and are asked
-    in turn.
+    """`throughput_*`: seconds for a token at vLLM's own server / at `rft serve` (Ray, one engine,
+    every answer stored before it leaves), through the same API, the same chats, 32 at once, answers
+    of up to 20 to 80 tokens, same engine arguments, SmolLM2-135M-Instruct; both run all the time and
+    are asked in turn.
 
     With a scripted engine, service and buffer in one process and the clients in another.
     `overhead_p99_at_most`: 20 ms / 99th percentile of what a call takes beyond its answer, 500
@@ -386,24 +420,31 @@ def serve_overhead(quick: bool) -> harness.Result:
     measured = harness.probes()
     late, least = _overheads(rounds, calls)
     few, crowded = _flatness(rounds, many)
-    ours, raw = _throughputs(rounds, 64 if quick else 128)
+    speeds = _throughputs(rounds, 64 if quick else 128)
     p99, bare = ([quantile(x, 0.99) for x in of_side] for of_side in (late, least))
     return harness.Result(
         "serve_overhead",
         [
-            harness.speed_ratio("throughput", ours, raw, 0.95),
+            *(
+                harness.speed_ratio(
+                    f"throughput_{name}", *both, LEAST_SHARE if name == "chat" else LEAST_SHARE_MORE
+                )
+                for name, both in speeds.items()
+            ),
             harness.speed_ratio("overhead_p99_at_most", p99, [OVERHEAD_S] * len(p99), 1.0),
             harness.speed_ratio("flat_at_most", crowded, [1.15 * x for x in few], 1.0),
         ],
         {
-            "tokens_per_s": round(1 / statistics.median(ours), 1),
+            "tokens_per_s": {n: round(1 / statistics.median(x), 1) for n, (x, _) in speeds.items()},
             "overhead_p50_ms": round(1e3 * statistics.median(quantile(x, 0.5) for x in late), 2),
             "overhead_p99_ms": [round(1e3 * x, 1) for x in p99],
             "call_ms_10_sessions": round(1e3 * statistics.median(few), 3),
             f"call_ms_{many}_sessions": round(1e3 * statistics.median(crowded), 3),
         },
         {
-            "vllm_server_tokens_per_s": round(1 / statistics.median(raw), 1),
+            "vllm_server_tokens_per_s": {
+                n: round(1 / statistics.median(x), 1) for n, (_, x) in speeds.items()
+            },
             "bare_p50_ms": round(1e3 * statistics.median(quantile(x, 0.5) for x in least), 2),
             "bare_p99_ms": [round(1e3 * x, 1) for x in bare],
         },

@@ -2,7 +2,7 @@
 rows that were never trained.
 
     python scripts/learning.py [--only ppo,sft] [--seeds 0,1,2] [--write]
-    python scripts/learning.py --only moe,hybrid [--write]     a mixture of experts with vLLM, linear attention
+    python scripts/learning.py --only moe,hybrid,colour [--write]     experts with vLLM, linear attention, pictures
     python scripts/learning.py --only frozen_lake,judge [--seeds 42,1,2] [--write]     SmolLM2-135M-Instruct, `rft run` with vLLM
 
 `--write` puts the table into docs/measured/learning.md.  Exit code 1 if a goal is missed.  A seed
@@ -37,7 +37,7 @@ from rft.launch.execute import execute
 from rft.monitor.read import read, series
 from rft.preflight.check import load_plan
 from rft.sync.transport.memory import MemoryTransport
-from rft.testing import tiny
+from rft.testing import tiny, tiny_vision
 from rft.trainer.loop.ranks import Ranks
 from rft.trainer.rows import batch_builder
 from rft.types.block import encode
@@ -89,7 +89,11 @@ def of_run(
     family: str = "llama",
 ) -> Learnt:
     """A run of an example; `number` is one of its metrics."""
-    model = tiny.make(folder / "model", seed=seed, family=family, **families.TINY.get(family, {}))
+    if family in tiny_vision.FAMILIES:
+        model = tiny_vision.make(folder / "model", family, seed=seed)
+    else:
+        sizes = families.TINY.get(family, {})
+        model = tiny.make(folder / "model", seed=seed, family=family, **sizes)
     overrides = [
         *(f"model.model_path={model}", f"checkpoint_root_dir={folder / 'runs'}", f"seed={seed}"),
         *(f"trainer.total_steps={steps}", "trainer.save_hf_checkpoint=never", *changes),
@@ -184,6 +188,12 @@ def of_command(
     told = read(folder / "rft" / "examples" / f"seed{seed}" / "metrics.jsonl")
     found = [dict(series(told, metric)) for metric in numbers]
     return [Learnt(values[0], values[steps], steps) for values in found]
+
+
+def colour(folder: Path, seed: int) -> Learnt:
+    """The colours of generated pictures."""
+    number = "eval/colours_eval/mean@1"
+    return of_run("colour", folder, seed, 60, number, *EVALUATED, family="qwen2_5_vl")
 
 
 def ppo(folder: Path, seed: int) -> Learnt:
@@ -607,6 +617,7 @@ GOALS = {
 FAMILIES = {  # of other architectures: measured where they are named
     "moe": Goal("moe", "held-out accuracy", "≥ 0.9", _reaches(0.9), moe),
     "hybrid": Goal("hybrid", "held-out accuracy", "≥ 0.9", _reaches(0.9), hybrid),
+    "colour": Goal("colour", "held-out accuracy", "≥ 0.9", _reaches(0.9), colour),
 }
 OPD = (
     "algorithm.algorithm_type=opd_topk",
@@ -786,9 +797,9 @@ on `examples/tiny` is 95 % of that of a teacher (`opd_level`, `grpo_level`); wha
     Part(
         """## Other architectures
 
-Written by `python scripts/learning.py --only moe,hybrid --write`. The same task and GRPO. `moe` is a tiny `qwen3_moe`, two of eight experts
-for each token, trained by `rft run` with vLLM and `router_replay: on`; `hybrid` is a tiny `qwen3_5_text`, linear attention below attention,
-with the transformers engine. Seconds are of a whole run.
+Written by `python scripts/learning.py --only moe,hybrid,colour --write`. The same task and GRPO. `moe` is a tiny `qwen3_moe`, two of
+eight experts for each token, trained by `rft run` with vLLM and `router_replay: on`; `hybrid` is a tiny `qwen3_5_text`, linear attention
+below attention, with the transformers engine. `colour` is `examples/colour`, a Qwen2.5-VL. Seconds are of a whole run.
 """,
         tuple(FAMILIES),
         _tiny,

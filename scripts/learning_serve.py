@@ -114,15 +114,20 @@ def _moments(service: subprocess.Popen[str]) -> Iterator[None]:
     raise RuntimeError("the service has ended, or took too long; see its output")
 
 
+def client_alone(folder: Path) -> Path:
+    """Return a path with the client and nothing else of rft, which the agent's Python has not."""
+    client = Path("rft", "extras", "serve", "client.py")
+    alone = folder / "path" / client
+    alone.parent.mkdir(parents=True, exist_ok=True)
+    alone.write_text((ROOT / client).read_text())
+    return folder / "path"
+
+
 @contextlib.contextmanager
 def _service(
     folder: Path, seed: int, steps: int, model: Path, python: str
 ) -> Iterator[tuple[subprocess.Popen[str], Served]]:
     key = secrets.token_hex(24)
-    client = folder / "path" / "rft"
-    client.mkdir(parents=True, exist_ok=True)
-    # rft itself is not installed beside the agent
-    (client / "client.py").write_text((ROOT / "rft" / "client.py").read_text())
     command = [
         sys.executable,
         "-m",
@@ -150,7 +155,7 @@ def _service(
                 if (run / "serve.json").exists():
                     break
             address = json.loads((run / "serve.json").read_text())["base_url"]
-            own = {"PYTHONPATH": str(folder / "path"), "RFT_SERVE_KEY": key}
+            own = {"PYTHONPATH": str(client_alone(folder)), "RFT_SERVE_KEY": key}
             command = [python, str(SERVE / "langgraph_agent.py"), address]
             with bench_harness.Child(
                 "langgraph_agent.py", command, answer_s=WAIT_S, env=own

@@ -88,8 +88,8 @@ class EvalArgs(BaseModel):
 
 @register.workflow("math_eval_workflow", args=EvalArgs)
 class MathEvalWorkflow(MathBoxedWorkflow):
-    """Asks with the instruction of Qwen2.5-Math's evaluation, whose sampling is `rollout_args:
-    {temperature: 0.6, top_p: 0.8}`.
+    """Asks with the instruction of Qwen2.5-Math's evaluation; its sampling has to be set by
+    `rollout_args: {temperature: 0.6, top_p: 0.8}`.
     """
 
     def __init__(self) -> None:

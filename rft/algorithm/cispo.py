@@ -46,7 +46,7 @@ def cispo(x: LossInputs, args: CispoArgs) -> LossOutput:
     the denominators include masked tokens.  Metrics, as means over valid tokens: pg_clipfrac (the
     weight is clipped), unmasked_frac, those of `ratio_metrics`.
     """
-    advantages = valid(x.advantages, x.mask)
+    advantages = valid(x.advantages, x.mask)  # 0 outside the mask
     logprobs = valid(x.logprobs, x.mask)
     ratio = ratios.log_ratio(x).detach().exp()
     weight = ratio.clamp(1 - args.clip_range_low, 1 + args.clip_range_high)

@@ -59,11 +59,11 @@ class Algorithm:
 
     def prepare(self, x: StepInputs, *, kl_coef: float | None = None) -> PreparedStep:
         """Compute the inputs of the losses that depend on the whole step: advantages, weights, masks
-        and extras.  `kl_coef`: factor of the KL penalty in this step.
+        and the policy loss's further inputs.  `kl_coef`: factor of the KL penalty in this step.
 
         1. Select runs, by their rewards without penalty.  2. Weigh and reject tokens of rows
         (off-policy correction).  3. Subtract the KL penalty and compute the advantages of all runs.
-        4. Keep the selected rows.  5. Compute the extras of the policy loss for these rows.
+        4. Keep the selected rows.  5. Compute the further inputs of the policy loss for these rows.
 
         Rejected tokens are in no statistic of the step; the statistics of groups come with the
         lease.  Rows are sorted by id first, so that draws and ties do not depend on the order of the
@@ -209,12 +209,12 @@ def build(settings: AlgorithmSettings) -> Algorithm:
 
 
 def _sort_key(row: StepRow) -> tuple[str, str, int, int]:
-    """Order rows by id without the lineage, and last by lineage: a resumed run draws as the first."""
+    """Order rows by group without lineage, lineage, run, step: a resumed run draws as the first."""
     return row.group.partition(".")[2], row.group, row.run, row.step
 
 
 def _in_order(prepared: PreparedStep, numbers: np.ndarray) -> PreparedStep:
-    """`prepared` with its rows by these numbers."""
+    """Return `prepared` with its rows in the order `numbers`."""
 
     def of(arrays: Sequence[np.ndarray] | None) -> Any:
         return arrays and [arrays[i] for i in numbers]
@@ -230,7 +230,7 @@ def _in_order(prepared: PreparedStep, numbers: np.ndarray) -> PreparedStep:
 
 
 def _corrected(x: StepInputs, corrected: Corrected) -> StepInputs:
-    """`x` with the weights of the off-policy correction and without what it rejects."""
+    """Return `x` with the weights of the off-policy correction, and without what it rejects."""
     rows = x.rows
     if corrected.weights is not None:
         rows = [replace(r, weights=w) for r, w in zip(rows, corrected.weights, strict=True)]
@@ -240,7 +240,7 @@ def _corrected(x: StepInputs, corrected: Corrected) -> StepInputs:
 def _and(
     first: Sequence[np.ndarray] | None, second: Sequence[np.ndarray] | None
 ) -> Sequence[np.ndarray] | None:
-    """The tokens that both keep; None: all."""
+    """Return the tokens that both keep; None: all."""
     if first is None or second is None:
         return first or second
     return [a & b for a, b in zip(first, second, strict=True)]

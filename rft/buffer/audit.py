@@ -55,11 +55,11 @@ def audit_run(run_dir: Path | str, *, payload: bool = True, ledger_url: str | No
     """Return the audit of a run folder (`run_dir/buffer`,
     `run_dir/checkpoints/global_step_N/manifest.json`) and its database.
 
-    Counts the uses behind the weights that are in training now, like `rft buffer stats`; the
-    result's `after_restart` counts those behind the newest checkpoint, from which a restart
-    continues.  The uses in every manifest are compared with its digest.
-    `payload`: also read each available experience and compare its hash. `ledger_url`: see
-    `rft.buffer.location.find`.  Raises BufferFailed if no ledger can be read.
+    Counts the uses that made the weights in training now, like `rft buffer stats`; the result's
+    `after_restart` counts those that made the newest checkpoint, from which a restart continues.
+    The uses in every manifest are compared with its digest. `payload`: also read each available
+    experience and compare its hash. `ledger_url`: see `rft.buffer.location.find`.  Raises
+    BufferFailed if no ledger can be read.
     """
     run_dir = Path(run_dir)
     location = find(run_dir, ledger_url)
@@ -82,18 +82,19 @@ def _audit(
     problems: list[str],
     payload: bool,
 ) -> Audit:
-    about = dict(tx.execute(select(meta.c.key, meta.c.value)).all())
-    if about.get("format") != str(FORMAT):
+    """Count every row again: by the uses that made the weights in training, and for a restart."""
+    about_buffer = dict(tx.execute(select(meta.c.key, meta.c.value)).all())
+    if about_buffer.get("format") != str(FORMAT):
         raise BufferFailed(
-            f"{location} has format {about.get('format')}, this rft reads format {FORMAT}; use the "
+            f"{location} has format {about_buffer.get('format')}, this rft reads format {FORMAT}; use the "
             f"rft that wrote it"
         )
-    max_uses = int(about["max_uses"])
-    resume_rows = about["resume_rows"]
-    counted = UseCounts(tx), MixedCounts(tx), _repeated_uses(tx, max_uses)
+    max_uses = int(about_buffer["max_uses"])
+    resume_rows = about_buffer["resume_rows"]
+    counted = UseCounts(tx), MixedCounts(tx), _repeated_uses(tx, max_uses)  # for all manifests
     weights = _weights(tx)
     ancestry = chain(tx, weights, all_steps=True)
-    audit, now = count(
+    audit, states_now = count(
         tx,
         ancestry,
         counted[0],
@@ -102,33 +103,33 @@ def _audit(
         version=str(weights or ""),
     )
     latest = manifests[-1].version if manifests else None
-    then = count_states(
+    at_checkpoint = count_states(
         tx, states(chain(tx, latest), max_uses=max_uses, resume_rows=resume_rows).subquery("then")
     )
-    again = {
-        "used": then["used", None],
-        "available": then["available", None],
-        "orphaned": then["explained", "orphaned"],
+    after_restart = {
+        "used": at_checkpoint["used", None],
+        "available": at_checkpoint["available", None],
+        "orphaned": at_checkpoint["explained", "orphaned"],
     }
     for manifest in manifests:
         problems += _compare(tx, manifest, counted, max_uses)
-    problems += [*misplaced(tx, now), *strays(tx)]
-    storage = stored_by(about, location.name, folder)
-    leased = _leased(tx, now)
+    problems += [*misplaced(tx, states_now), *strays(tx)]
+    storage = stored_by(about_buffer, location.name, folder)
+    leased = _num_leased(tx, states_now)
     available = audit.available - leased
     discarded = dict(audit.discarded)
-    if not storage.durable and audit.available:  # rows in memory are lost with their process
+    if not storage.durable and audit.available:  # rows in another process's memory cannot be read
         discarded["not_durable"] = audit.available
         available = leased = 0
     elif payload:
-        problems += [*_read_back(tx, storage, now), *image_problems(tx, storage)]
+        problems += [*_read_back(tx, storage, states_now), *image_problems(tx, storage)]
     return msgspec.structs.replace(
         audit,
         leased=leased,
         available=available,
         discarded=discarded,
         checkpoint=str(latest or ""),
-        after_restart=again,
+        after_restart=after_restart,
         manifests=len(manifests),
         problems=(*audit.problems, *problems),
     )
@@ -143,15 +144,19 @@ def _weights(tx: Connection) -> Version | None:
     return Version(newest.lineage, step or newest.parent_step or 0)
 
 
-def _leased(tx: Connection, now: Subquery) -> int:
+def _num_leased(tx: Connection, states_now: Subquery) -> int:
     """Count the rows that the trainer has leased and not yet used, like the ledger's views."""
     settled = exists().where(
         uses.c.experience == leases.c.experience,
         uses.c.lineage == leases.c.lineage,
         uses.c.step == leases.c.step,
     )
-    open_ = select(func.count()).select_from(leases).join(now, now.c.id == leases.c.experience)
-    return tx.scalar(open_.where(now.c.state == "available", ~settled)) or 0
+    open_ = (
+        select(func.count())
+        .select_from(leases)
+        .join(states_now, states_now.c.id == leases.c.experience)
+    )
+    return tx.scalar(open_.where(states_now.c.state == "available", ~settled)) or 0
 
 
 def _manifests(folder: Path) -> tuple[list[_Manifest], list[str]]:
@@ -220,16 +225,16 @@ def _compare(tx: Connection, manifest: _Manifest, counted: _Counted, max_uses: i
     return problems
 
 
-def _read_back(tx: Connection, storage: Storage, now: Subquery) -> list[str]:
+def _read_back(tx: Connection, storage: Storage, states_now: Subquery) -> list[str]:
     """Return a problem for each payload whose available experiences differ from the stored ones."""
     e = experiences.c
     g = groups.c
     query = (
         select(g.locator, e.id, e.content_hash)
-        .join(now, now.c.id == e.id)
+        .join(states_now, states_now.c.id == e.id)
         .join(groups, g.id == e.group_id)
     )
-    rows = tx.execute(query.where(now.c.state == "available").order_by(g.locator))
+    rows = tx.execute(query.where(states_now.c.state == "available").order_by(g.locator))
     problems: list[str] = []
     for locator, of_block in groupby(rows, key=lambda r: r.locator):
         try:

@@ -77,7 +77,7 @@ class Buffer(ExplorerSide, TrainerSide, SessionSide):
         while not self._no_append.is_set():  # then memory has everything that the ledger has stored
             await self._no_append.wait()
         order = self._order
-        return await self._run(self._ledger.audit, order.num_leased, order.num_waiting)
+        return await self._run(self._ledger.audit, order.num_leased, order.num_ready)
 
     async def stats(self) -> dict[str, Any]:
         """Return counts and sizes for display and metrics."""

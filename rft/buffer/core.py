@@ -46,13 +46,13 @@ class Limiter:
         self._groups = self._bytes = 0  # admitted, not stored yet
         self._starving = 0  # leases that cannot be filled now
 
-    def room(self, waiting: LeaseOrder, key: tuple[int, int] | None) -> bool:
+    def room(self, order: LeaseOrder, key: tuple[int, int] | None) -> bool:
         """Return whether a group of (batch, explorer) `key` may be stored; None: batch unknown."""
-        groups = waiting.num_groups + self._groups
-        size = waiting.num_bytes + self._bytes
+        groups = order.num_groups + self._groups
+        size = order.num_bytes + self._bytes
         if groups < self._capacity and size < self._capacity_bytes:
             return True
-        return self._starving > 0 and key is not None and key <= waiting.open_batch
+        return self._starving > 0 and key is not None and key <= order.open_batch
 
     def admit(self, size: int) -> None:
         """Count a group of `size` bytes that is about to be stored."""

@@ -1,4 +1,4 @@
-"""Derive the state of each experience for a version from the facts that count, store it and count
+"""Derive the state of each experience for a version from its ancestry's facts, store it and count
 it.
 
 A version (lineage, step) descends from every step of its own lineage up to `step`, from its
@@ -46,7 +46,7 @@ from sqlalchemy import (
 )
 
 from rft.buffer.base import Audit
-from rft.buffer.row_selectors import DAMAGED, WaitingGroup, WaitingRow
+from rft.buffer.row_selectors import DAMAGED, ReadyGroup, ReadyRow
 from rft.buffer.schema import (
     ask,
     experiences,
@@ -126,7 +126,7 @@ class StepSums:
         sums.append((step, sums[-1][1] + number, sums[-1][2] + total))
 
     def within(self, ancestry: Mapping[int, int]) -> tuple[int, int]:
-        """Return count and total of the facts that count for the ancestry."""
+        """Return number and total of the facts inside the ancestry."""
         number = total = 0
         for lineage, step in ancestry.items():
             if sums := self._by_lineage.get(lineage):
@@ -249,7 +249,7 @@ def orphaned_groups(ancestry: dict[int, int]) -> Select[tuple[str]]:
 
 
 def move(tx: Connection, ids: Sequence[str], to: str, *, explained: str | None = None) -> None:
-    """Set the state of waiting or leased rows; idempotent.
+    """Set the state of ready or leased rows; idempotent.
 
     Raises BufferFailed, storing nothing, for a row whose state must not become `to`.
     """
@@ -305,7 +305,7 @@ def has_used_rows() -> Exists:
     )
 
 
-def waiting_groups(tx: Connection, ancestry: dict[int, int], max_uses: int) -> list[WaitingGroup]:
+def ready_groups(tx: Connection, ancestry: dict[int, int], max_uses: int) -> list[ReadyGroup]:
     """Return the groups with rows that can be leased."""
     e = experiences.c
     g = groups.c
@@ -332,18 +332,18 @@ def waiting_groups(tx: Connection, ancestry: dict[int, int], max_uses: int) -> l
     group_list = []
     for name, members in groupby(tx.execute(query), key=lambda r: r.group_id):
         first, *rest = members
-        waiting = [
-            WaitingRow(r.id, r.position, r.oldest_step, counts[r.id], r.reward)
+        ready = [
+            ReadyRow(r.id, r.position, r.oldest_step, counts[r.id], r.reward)
             for r in (first, *rest)
         ]
         group_list.append(
-            WaitingGroup(
+            ReadyGroup(
                 name,
                 first.batch,
                 first.explorer,
                 first.task,
                 first.locator,
-                waiting,
+                ready,
                 num_bytes=first.num_bytes,
             )
         )

@@ -23,7 +23,7 @@ from rft.buffer import image_files, session_rows
 from rft.buffer.core import BufferCore
 from rft.buffer.intake import IncomingGroup, batch_of, parse_group
 from rft.buffer.ledger import Ledger
-from rft.buffer.row_selectors import ClosedBatch, WaitingGroup
+from rft.buffer.row_selectors import ClosedBatch, ReadyGroup
 from rft.buffer.schema import (
     ask,
     batches,
@@ -70,7 +70,7 @@ class Stored(msgspec.Struct):
 
     result: AppendResult
     key: tuple[int, int] | None = None  # (batch, explorer), None for a repeated append
-    group: WaitingGroup | None = None
+    group: ReadyGroup | None = None
 
 
 class ExplorerSide(BufferCore):
@@ -224,8 +224,8 @@ class ExplorerSide(BufferCore):
         """
         self._reserve.fill()
         ledger = self._ledger
-        ready: list[IncomingGroup | BufferFailed] = [self._read(offer) for offer in offers]
-        names = [x.id for x in ready if isinstance(x, IncomingGroup)]
+        parsed: list[IncomingGroup | BufferFailed] = [self._parse(offer) for offer in offers]
+        names = [x.id for x in parsed if isinstance(x, IncomingGroup)]
 
         def work(tx: Connection) -> tuple[list[IncomingGroup | Stored | BufferFailed], list[str]]:
             fault("buffer.append.before")
@@ -238,7 +238,7 @@ class ExplorerSide(BufferCore):
                     )
                 )
             answers = [
-                x if isinstance(x, BufferFailed) else self._new(x, stored_hashes) for x in ready
+                x if isinstance(x, BufferFailed) else self._new(x, stored_hashes) for x in parsed
             ]
             for i, (offer, x) in enumerate(zip(offers, answers, strict=True)):
                 if isinstance(x, IncomingGroup) and not session_rows.all_wait(tx, offer.sessions):
@@ -255,18 +255,19 @@ class ExplorerSide(BufferCore):
             return answers, locators
 
         answers, locators = ledger.run(
-            work, size=sum(x.num_bytes for x in ready if isinstance(x, IncomingGroup))
+            work, size=sum(x.num_bytes for x in parsed if isinstance(x, IncomingGroup))
         )
         ledger.garbage = []
         fault("buffer.append.after")
-        if not ledger.storage.durable:
+        if not ledger.storage.durable:  # memory keeps only what can be trained
             ledger.blocks.update(locators)
             new = [x for x in answers if isinstance(x, IncomingGroup)]
-            ledger.forget([at for x, at in zip(new, locators, strict=True) if not x.waiting])
+            ledger.forget([at for x, at in zip(new, locators, strict=True) if not x.ready])
         places = iter(locators)
         return [_stored(x, next(places)) if isinstance(x, IncomingGroup) else x for x in answers]
 
-    def _read(self, offer: Offer) -> IncomingGroup | BufferFailed:
+    def _parse(self, offer: Offer) -> IncomingGroup | BufferFailed:
+        """Decode the rows of an offered group; return the error if they are invalid."""
         try:
             self._ledger.fence(offer.lineage)
             writers = self._ledger.writers()
@@ -290,6 +291,7 @@ class ExplorerSide(BufferCore):
     def _new(
         self, x: IncomingGroup, stored_hashes: dict[str, str]
     ) -> IncomingGroup | Stored | BufferFailed:
+        """Return `x` if it is new, its result if it is a repetition, or why it is refused."""
         name = x.id
         content = x.content_hash
         if (old := stored_hashes.get(name)) is not None:
@@ -384,15 +386,13 @@ class ExplorerSide(BufferCore):
 
 def _outlives_append(x: IncomingGroup, ledger: Ledger) -> bool:
     """Return whether the payload of a group outlives the append."""
-    return ledger.storage.durable or bool(x.waiting)
+    return ledger.storage.durable or bool(x.ready)
 
 
 def _stored(x: IncomingGroup, locator: str) -> Stored:
     group = None
-    if x.waiting:
-        group = WaitingGroup(
-            x.id, *x.key, x.numbers.task, locator, x.waiting, num_bytes=x.num_bytes
-        )
+    if x.ready:
+        group = ReadyGroup(x.id, *x.key, x.numbers.task, locator, x.ready, num_bytes=x.num_bytes)
     return Stored(AppendResult(appended=len(x.rows), duplicates=0), x.key, group)
 
 

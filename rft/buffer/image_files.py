@@ -21,7 +21,11 @@ _SHOWN = (
     "SELECT i.sha256, i.locator FROM images i WHERE i.sha256 IN "
     "(SELECT u.sha256 FROM image_uses u WHERE u.group_id IN (??)) ORDER BY i.sha256"
 )
-_UNUSED = "SELECT sha256, locator FROM images WHERE sha256 NOT IN (SELECT sha256 FROM image_uses)"
+_NAMES = "SELECT DISTINCT sha256 FROM image_uses WHERE group_id IN (??)"
+_UNUSED = (
+    "SELECT i.sha256, i.locator FROM images i WHERE NOT EXISTS "
+    "(SELECT 1 FROM image_uses u WHERE u.sha256 = i.sha256) AND i.sha256 IN (??)"
+)
 _ALL = "SELECT i.sha256, i.locator, i.num_bytes, (SELECT count(*) FROM image_uses u WHERE u.sha256 = i.sha256) FROM images i"
 
 
@@ -63,9 +67,11 @@ def file_of(tx: Connection, storage: Storage, name: str) -> bytes | None:
 
 def release(tx: Connection, groups: Sequence[str]) -> list[str]:
     """Forget that `groups` show images; return the locators of files that no group shows now."""
+    names: set[str] = set()
     for part in parts(groups):
+        names |= {name for (name,) in ask(tx, _NAMES, many=part).all()}
         ask(tx, "DELETE FROM image_uses WHERE group_id IN (??)", many=part)
-    unused = ask(tx, _UNUSED).all()
+    unused = [row for part in parts(sorted(names)) for row in ask(tx, _UNUSED, many=part).all()]
     for part in parts([name for name, _ in unused]):
         ask(tx, "DELETE FROM images WHERE sha256 IN (??)", many=part)
     return [locator for _, locator in unused]

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from rft.buffer.row_selectors import WaitingRow
+from rft.buffer.row_selectors import ReadyRow
 from rft.buffer.settings import BufferSettings
 from rft.errors import Fenced, FrameRejected
 from rft.types.block import UNREADABLE, Content, decode_with_contents
@@ -40,7 +40,7 @@ class IncomingGroup(msgspec.Struct, frozen=True):
     created: float
     rows: list[tuple[Any, ...]]  # of table experiences
     texts: list[tuple[str, str, str]]  # of table texts
-    waiting: list[WaitingRow]  # trainable rows, by id
+    ready: list[ReadyRow]  # trainable rows, by id
     frame: bytes
     shown: frozenset[str] = frozenset()  # names of the images in the rows
     images: Mapping[str, bytes] = NO_IMAGES  # files of them
@@ -66,7 +66,7 @@ class IncomingGroup(msgspec.Struct, frozen=True):
             self.accepted,
             self.reason,
             len(self.rows),
-            len(self.waiting),
+            len(self.ready),
             locator,
             len(self.frame),
             self.content_hash,
@@ -108,7 +108,7 @@ def parse_group(
     group_reason = clean(reason)
     values = []
     texts = []
-    waiting = []
+    ready = []
     lines = []
     for position, (row, content) in enumerate(zip(rows, contents, strict=True)):
         if content.size > settings.max_row_bytes:
@@ -124,8 +124,8 @@ def parse_group(
         texts.append((row_id, clean(row.prompt_text), clean(row.response_text)))
         lines.append(f"{row_id}@{content.hash}")
         if dropped is None:
-            waiting.append(
-                WaitingRow(row_id, position, oldest.step if oldest else None, reward=row.reward)
+            ready.append(
+                ReadyRow(row_id, position, oldest.step if oldest else None, reward=row.reward)
             )
     return IncomingGroup(
         id=str(group),
@@ -136,7 +136,7 @@ def parse_group(
         created=now,
         rows=values,
         texts=texts,
-        waiting=sorted(waiting, key=attrgetter("id")),
+        ready=sorted(ready, key=attrgetter("id")),
         frame=frame,
         shown=frozenset(place.sha256 for row in rows for place in row.images),
         images=_checked_images(images),

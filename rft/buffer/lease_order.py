@@ -2,7 +2,7 @@
 
 The explorer closes batches; up to the first open batch, in order (batch, explorer), their groups go
 to the selector, which picks rows for each lease.  A lease never passes a group still being
-explored. Invariant: a row is either waiting or in one lease, and a lease that can never be filled
+explored. Invariant: a row is either ready or in one lease, and a lease that can never be filled
 ends with a named error.
 """
 
@@ -18,9 +18,9 @@ from rft.buffer.row_selectors import (
     ClosedBatch,
     Key,
     LeaseRequest,
+    ReadyGroup,
+    ReadyRow,
     Selection,
-    WaitingGroup,
-    WaitingRow,
     make_selector,
     shortage,
 )
@@ -37,13 +37,13 @@ class Wait:
 
 
 class LeaseOrder:
-    """All waiting groups of one lineage, and the open leases."""
+    """All ready groups of one lineage, and the open leases."""
 
     def __init__(
         self,
         settings: BufferSettings,
         cursor: int,
-        groups: list[WaitingGroup],
+        groups: list[ReadyGroup],
         clock: Clock = time.monotonic,
     ) -> None:
         self._policy = settings.on_short_batch
@@ -51,7 +51,7 @@ class LeaseOrder:
         self._selector = make_selector(settings, clock)
         self._next: Key = (cursor, 0)  # the first open batch
         # groups of batches beyond it
-        self._pending: dict[Key, dict[str, WaitingGroup]] = {}
+        self._pending: dict[Key, dict[str, ReadyGroup]] = {}
         # batch -> explorers that this run no longer has
         self._strangers: dict[int, set[int]] = {}
         self._closed: dict[Key, ClosedBatch] = {}
@@ -60,11 +60,11 @@ class LeaseOrder:
         # open batches: [accepted, rejected] groups so far
         self._arrived: dict[Key, list[int]] = {}
         self._finished: dict[int, str] = {}
-        self._groups: dict[str, WaitingGroup] = {}
+        self._groups: dict[str, ReadyGroup] = {}
         self.leases: dict[int, Selection] = {}
         self.num_groups = 0  # accepted, not yet fully trained
         self.num_bytes = 0  # of their payload
-        self.num_waiting = 0  # rows
+        self.num_ready = 0  # rows
         self.num_leased = 0  # rows
         for group in groups:
             self.add(group.key, group)
@@ -72,19 +72,19 @@ class LeaseOrder:
 
     # ------------------------------------------------------------ what the explorer reports
 
-    def add(self, key: Key, group: WaitingGroup | None) -> None:
+    def add(self, key: Key, group: ReadyGroup | None) -> None:
         """Add a stored group; None = a group without a trainable row."""
         if key >= self._next:
             self._arrived.setdefault(key, [0, 0])[group is None] += 1
         if group is None:
             return
         self._groups[group.id] = group
-        group.fresh = any(r.uses == 0 for r in group.waiting)
+        group.fresh = any(r.uses == 0 for r in group.ready)
         self.num_groups += group.fresh
         self.num_bytes += group.fresh * group.num_bytes
-        self.num_waiting += len(group.waiting)
+        self.num_ready += len(group.ready)
         if key < self._next:  # its batch was closed in an earlier lineage
-            self._offer(group, group.waiting)
+            self._offer(group, group.ready)
             return
         self._pending.setdefault(key, {})[group.id] = group
         self._last = max(self._last, key[0])
@@ -146,7 +146,7 @@ class LeaseOrder:
             self._put_back(group, rows)
         self._selector.undo(choice)
 
-    def finish_lease(self, step: int, *, max_uses: int | None) -> list[WaitingGroup]:
+    def finish_lease(self, step: int, *, max_uses: int | None) -> list[ReadyGroup]:
         """Finish the lease of `step`, used or (max_uses None) discarded; return finished groups."""
         over = []
         for group, rows in self.leases.pop(step).picked:
@@ -233,7 +233,7 @@ class LeaseOrder:
         )
 
     def _last_rows(self, request: LeaseRequest, choice: Selection) -> Selection:
-        remaining = self.num_waiting
+        remaining = self.num_ready
         stale = sum(len(rows) for _, rows in choice.dropped.get("stale", ()))
         if not remaining or (not choice.picked and stale == remaining):
             raise EndOfData(f"nothing is left for step {request.step}: {self.finished}")
@@ -276,33 +276,33 @@ class LeaseOrder:
         self._selector.closed(key, closed)
         self._arrived.pop(key, None)
         for group in sorted(self._pending.pop(key, {}).values(), key=lambda g: (g.task, g.id)):
-            self._offer(group, group.waiting)
+            self._offer(group, group.ready)
 
-    def _offer(self, group: WaitingGroup, rows: list[WaitingRow], *, rested: bool = True) -> None:
+    def _offer(self, group: ReadyGroup, rows: list[ReadyRow], *, rested: bool = True) -> None:
         """Put rows of a group into the selector; rows used equally often stay together."""
-        by_uses: dict[int, list[WaitingRow]] = {}
+        by_uses: dict[int, list[ReadyRow]] = {}
         for row in rows:
             by_uses.setdefault(row.uses, []).append(row)
         for uses, part in by_uses.items():
             self._selector.put(group, part, rested=rested and not uses)
 
-    def _put_back(self, group: WaitingGroup, rows: list[WaitingRow]) -> None:
-        group.waiting = sorted([*rows, *group.waiting], key=lambda r: r.id)
-        self.num_waiting += len(rows)
+    def _put_back(self, group: ReadyGroup, rows: list[ReadyRow]) -> None:
+        group.ready = sorted([*rows, *group.ready], key=lambda r: r.id)
+        self.num_ready += len(rows)
         self._settle(group)
 
-    def _take_out(self, group: WaitingGroup, rows: list[WaitingRow]) -> None:
+    def _take_out(self, group: ReadyGroup, rows: list[ReadyRow]) -> None:
         ids = {r.id for r in rows}
-        group.waiting = [r for r in group.waiting if r.id not in ids]
-        self.num_waiting -= len(rows)
+        group.ready = [r for r in group.ready if r.id not in ids]
+        self.num_ready -= len(rows)
 
-    def _settle(self, group: WaitingGroup) -> bool:
+    def _settle(self, group: ReadyGroup) -> bool:
         """Update `num_groups` and `num_bytes`; return whether the group is finished."""
-        fresh = any(r.uses == 0 for r in group.waiting) or (group.fresh and group.leased > 0)
+        fresh = any(r.uses == 0 for r in group.ready) or (group.fresh and group.leased > 0)
         self.num_groups += fresh - group.fresh
         self.num_bytes += (fresh - group.fresh) * group.num_bytes
         group.fresh = fresh
-        if group.waiting or group.leased:
+        if group.ready or group.leased:
             self._groups[group.id] = group
             return False
         self._groups.pop(group.id, None)

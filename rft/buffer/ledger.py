@@ -28,12 +28,12 @@ from rft.buffer.derived_state import (
     derive_states,
     has_used_rows,
     misplaced,
+    ready_groups,
     strays,
-    waiting_groups,
 )
 from rft.buffer.image_files import any_stored, files_of, keep_only
 from rft.buffer.mixing import MixedCounts
-from rft.buffer.row_selectors import DAMAGED, WaitingGroup, WaitingRow
+from rft.buffer.row_selectors import DAMAGED, ReadyGroup, ReadyRow
 from rft.buffer.schema import checkpoints, experiences, groups, lineages, parts, put_many
 from rft.buffer.settings import BufferSettings
 from rft.buffer.storage.base import REMEDY, Storage
@@ -100,7 +100,7 @@ class Ledger:
 
     def start_lineage(
         self, parent: Version | None, consumption: Consumption | None, step: int = 0
-    ) -> tuple[LineageStart, list[WaitingGroup]]:
+    ) -> tuple[LineageStart, list[ReadyGroup]]:
         """Start the next lineage; facts that do not descend from `parent` stop counting.
 
         `step`: first step without a parent.
@@ -109,7 +109,7 @@ class Ledger:
         step = parent.step if parent else step
         cursor = consumption.cursor if consumption else 0
 
-        def work(tx: Connection) -> tuple[LineageStart, dict[int, int], list[WaitingGroup]]:
+        def work(tx: Connection) -> tuple[LineageStart, dict[int, int], list[ReadyGroup]]:
             fault("buffer.lineage")
             if parent is not None and consumption is not None:
                 self._verify(tx, parent, consumption)
@@ -126,11 +126,11 @@ class Ledger:
             ancestry = chain(tx, Version(lineage, step), all_steps=True)
             derive_states(tx, ancestry, s.max_uses, s.resume_rows)
             self._forget_lost(tx)
-            waiting = waiting_groups(tx, ancestry, s.max_uses)
+            ready = ready_groups(tx, ancestry, s.max_uses)
             if not self.storage.durable and self.images:
-                self.garbage += keep_only(tx, [g.id for g in waiting])
+                self.garbage += keep_only(tx, [g.id for g in ready])
             if s.on_damaged_payload == "explain":
-                waiting = [g for g in waiting if not self._given_up(tx, g)]
+                ready = [g for g in ready if not self._given_up(tx, g)]
             orphaned = (
                 tx.scalar(select(func.count()).where(experiences.c.explained == "orphaned")) or 0
             )
@@ -142,10 +142,10 @@ class Ledger:
                     lineage=lineage, orphaned=orphaned, available=available, cursor=cursor
                 ),
                 ancestry,
-                waiting,
+                ready,
             )
 
-        start, self.ancestry, waiting = self.run(work)
+        start, self.ancestry, ready = self.run(work)
         self.lineage = start.lineage
         self.cursor = cursor
         self.newest_step = step
@@ -154,8 +154,8 @@ class Ledger:
         self.none_before = 0
         self.first_open = {}
         if not self.storage.durable:
-            self.forget(self.blocks - {g.locator for g in waiting})
-        return start, waiting
+            self.forget(self.blocks - {g.locator for g in ready})
+        return start, ready
 
     def forget(self, locators: Iterable[str]) -> None:
         """Mark blocks that only memory holds as garbage."""
@@ -197,16 +197,16 @@ class Ledger:
             )
             tx.execute(update(groups).where(groups.c.id.in_(lost)).values(held=False))
 
-    def _given_up(self, tx: Connection, group: WaitingGroup) -> bool:
-        """Return whether the payload of a waiting group is lost.
+    def _given_up(self, tx: Connection, group: ReadyGroup) -> bool:
+        """Return whether the payload of a ready group is lost.
 
         Then its rows are never trained and its task is explored again.
         """
-        problem = self.damage(tx, group, group.waiting)
+        problem = self.damage(tx, group, group.ready)
         if problem is None:
             return False
         log.error("group %s is given up (%s): %s", group.id, DAMAGED, problem)
-        lost = experiences.c.id.in_([r.id for r in group.waiting])
+        lost = experiences.c.id.in_([r.id for r in group.ready])
         tx.execute(
             update(experiences)
             .where(lost)
@@ -217,7 +217,7 @@ class Ledger:
         )
         return True
 
-    def damage(self, tx: Connection, group: WaitingGroup, rows: Sequence[WaitingRow]) -> str | None:
+    def damage(self, tx: Connection, group: ReadyGroup, rows: Sequence[ReadyRow]) -> str | None:
         """Return the problem of these rows' payload, or None."""
         e = experiences.c
         hashes = {
@@ -269,9 +269,9 @@ class Ledger:
 
     # ------------------------------------------------------------ looking
 
-    def audit(self, leased: int, waiting: int) -> Audit:
+    def audit(self, leased: int, ready: int) -> Audit:
         """Return the facts' counts for the current lineage, checked against stored states and the
-        `leased` + `waiting` rows.
+        `leased` + `ready` rows.
         """
         s = self.settings
         version = f"{self.lineage}:{self.newest_step}"
@@ -295,10 +295,10 @@ class Ledger:
         facts, lost = self.run(work)
         problems = list(facts.problems)
         available = facts.available - lost
-        if available != leased + waiting:
+        if available != leased + ready:
             problems.append(
-                f"{available} rows can be trained by the ledger, {leased} leased + {waiting} "
-                f"waiting in memory"
+                f"{available} rows can be trained by the ledger, {leased} leased + {ready} "
+                f"ready in memory"
             )
         discarded = {**facts.discarded, **({LOST: lost} if lost else {})}
         return msgspec.structs.replace(

@@ -30,11 +30,11 @@ DAMAGED = "payload_damaged"
 DROPPED = ("stale", "evicted", DAMAGED)
 
 
-# WaitingRow, WaitingGroup and Portion may be very many; none is part of a reference cycle, so the
+# ReadyRow, ReadyGroup and Portion may be very many; none is part of a reference cycle, so the
 # garbage collector can skip them
 
 
-class WaitingRow(Struct, gc=False):
+class ReadyRow(Struct, gc=False):
     id: str
     position: int  # in the group's block
     oldest_step: int | None
@@ -43,15 +43,15 @@ class WaitingRow(Struct, gc=False):
     reward: float | None = None
 
 
-class WaitingGroup(Struct, gc=False):
-    """An accepted group with waiting or leased rows."""
+class ReadyGroup(Struct, gc=False):
+    """An accepted group with rows that are ready (for a lease) or leased."""
 
     id: str
     batch: int
     explorer: int
     task: int
     locator: str
-    waiting: list[WaitingRow]
+    ready: list[ReadyRow]
     leased: int = 0
     num_bytes: int = 0  # of its payload
     fresh: bool = True  # whether some row is untrained
@@ -80,8 +80,8 @@ class Portion(Struct, gc=False):
     of a batch.
     """
 
-    group: WaitingGroup | None
-    rows: list[WaitingRow]
+    group: ReadyGroup | None
+    rows: list[ReadyRow]
     batch: Key
     gaps: int = 0
     dead: bool = False  # replaced or taken; skip its entry in a heap
@@ -92,9 +92,9 @@ class Portion(Struct, gc=False):
 class Selection:
     """Rows for one train batch, in order, and rows that were dropped on the way."""
 
-    picked: list[tuple[WaitingGroup, list[WaitingRow]]] = field(default_factory=list)
+    picked: list[tuple[ReadyGroup, list[ReadyRow]]] = field(default_factory=list)
     # by reason, see DROPPED
-    dropped: dict[str, list[tuple[WaitingGroup, list[WaitingRow]]]] = field(default_factory=dict)
+    dropped: dict[str, list[tuple[ReadyGroup, list[ReadyRow]]]] = field(default_factory=dict)
     missing: int = 0  # number of missing groups or rows
     taken: list[Portion] = field(default_factory=list)  # for the selector's `undo`
     split: list[Portion] = field(default_factory=list)
@@ -102,7 +102,7 @@ class Selection:
     num_rows: int = 0
     _places: dict[str, int] = field(default_factory=dict)
 
-    def add(self, group: WaitingGroup, rows: list[WaitingRow]) -> None:
+    def add(self, group: ReadyGroup, rows: list[ReadyRow]) -> None:
         """Add rows of a group; a group already in the selection counts once."""
         self.num_rows += len(rows)
         if (i := self._places.setdefault(group.id, len(self.picked))) < len(self.picked):
@@ -111,11 +111,11 @@ class Selection:
         else:
             self.picked.append((group, rows))
 
-    def drop(self, reason: str, group: WaitingGroup, rows: list[WaitingRow]) -> None:
+    def drop(self, reason: str, group: ReadyGroup, rows: list[ReadyRow]) -> None:
         self.dropped.setdefault(reason, []).append((group, rows))
 
     @property
-    def dropped_rows(self) -> list[tuple[WaitingGroup, list[WaitingRow]]]:
+    def dropped_rows(self) -> list[tuple[ReadyGroup, list[ReadyRow]]]:
         return [part for parts in self.dropped.values() for part in parts]
 
 
@@ -158,7 +158,7 @@ class LeaseRequest:
     def amount(self) -> int:
         return self.rows or self.groups or 0
 
-    def stale(self, row: WaitingRow) -> bool:
+    def stale(self, row: ReadyRow) -> bool:
         """Return whether the row is too old: optimizer steps before this one, minus the row's
         oldest train step.
         """
@@ -166,7 +166,7 @@ class LeaseRequest:
             return False
         return (self.step - 1) - row.oldest_step > self.max_staleness
 
-    def split(self, rows: list[WaitingRow]) -> tuple[list[WaitingRow], list[WaitingRow]]:
+    def split(self, rows: list[ReadyRow]) -> tuple[list[ReadyRow], list[ReadyRow]]:
         """Return (fresh rows, stale rows)."""
         if self.max_staleness is None:
             return rows, []
@@ -196,7 +196,7 @@ class RowSelector:
     def closed(self, key: Key, closed: ClosedBatch) -> None:
         """Note a closed batch, whose groups follow by `put`; batches come in order."""
 
-    def put(self, group: WaitingGroup, rows: list[WaitingRow], *, rested: bool = True) -> None:
+    def put(self, group: ReadyGroup, rows: list[ReadyRow], *, rested: bool = True) -> None:
         """Make rows of a group available; `rested` False: the rows were just trained."""
         raise NotImplementedError
 
@@ -289,7 +289,7 @@ class Fifo(RowSelector):
             self._short[key] = closed
             self._add(Portion(None, [], key, gaps=closed.short))
 
-    def put(self, group: WaitingGroup, rows: list[WaitingRow], *, rested: bool = True) -> None:
+    def put(self, group: ReadyGroup, rows: list[ReadyRow], *, rested: bool = True) -> None:
         self._add(Portion(group, rows, group.key))
 
     def _rank(self, portion: Portion) -> tuple[int, int, int, int, str, str]:
@@ -339,7 +339,7 @@ class ByPriority(RowSelector):
         self._heaps += [self._resting, self._used]
         self._num_used = 0
 
-    def put(self, group: WaitingGroup, rows: list[WaitingRow], *, rested: bool = True) -> None:
+    def put(self, group: ReadyGroup, rows: list[ReadyRow], *, rested: bool = True) -> None:
         portion = Portion(group, rows, group.key, priority=self._priority(group, rows))
         if rested:
             self._add(portion)
@@ -366,7 +366,7 @@ class ByPriority(RowSelector):
         first = min((at for at, _ in alive), default=None)
         return first, sum(fresh) if request.rows is not None else sum(bool(n) for n in fresh)
 
-    def _priority(self, group: WaitingGroup, rows: list[WaitingRow]) -> float:
+    def _priority(self, group: ReadyGroup, rows: list[ReadyRow]) -> float:
         x = Candidate(
             group=group.id,
             batch=group.batch,

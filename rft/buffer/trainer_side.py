@@ -1,7 +1,7 @@
 """The trainer's side of the buffer, see `rft.types.ports.BufferReader`.
 
-    lease(step)    choose rows (`LeaseOrder`), read them and write table `leases` (`lease_rows`)
-    use(step)      insert one use per leased row into table `uses`; `max_uses` exhaust a row
+    lease(step)    choose rows (`LeaseOrder`), read them and write table `leases` (`write_lease`)
+    use(step)      insert one use per leased row into table `uses`; `max_uses` of them end a row
     discard(step)  insert the reason into table `explanations` instead
     consumption    count the uses for a checkpoint's manifest (`consumed`)
 
@@ -31,7 +31,7 @@ from rft.buffer.intake import clean
 from rft.buffer.lease_order import LeaseOrder
 from rft.buffer.ledger import Ledger, note_checkpoint, verify
 from rft.buffer.mixing import MixedCounts
-from rft.buffer.row_selectors import DAMAGED, DROPPED, LeaseRequest, Selection, WaitingGroup
+from rft.buffer.row_selectors import DAMAGED, DROPPED, LeaseRequest, ReadyGroup, Selection
 from rft.buffer.schema import (
     ask,
     batches,
@@ -61,7 +61,7 @@ _id = attrgetter("id")
 log = logging.getLogger(__name__)
 
 # a block, positions of rows in it, their rewards
-_Header = tuple[bytes, list[int], list[float | None]]
+_BlockRows = tuple[bytes, list[int], list[float | None]]
 
 
 class TrainerSide(BufferCore):
@@ -69,8 +69,8 @@ class TrainerSide(BufferCore):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        # step -> (lock, number of its running or waiting calls)
-        self._turns: dict[int, tuple[asyncio.Lock, int]] = {}
+        # step -> (lock, number of its calls that run or wait)
+        self._locks: dict[int, tuple[asyncio.Lock, int]] = {}
 
     async def lease(
         self,
@@ -94,7 +94,7 @@ class TrainerSide(BufferCore):
                 f"a train batch of {groups} groups can never be filled: buffer.capacity is "
                 f"{self._settings.capacity}"
             )
-        async with self._step_turn(step):
+        async with self._one_call(step):
             return await self._lease(lineage, request, deadline_s)
 
     async def _lease(self, lineage: int, request: LeaseRequest, deadline_s: float) -> Lease:
@@ -118,7 +118,7 @@ class TrainerSide(BufferCore):
                 order.give_back(step)
                 await self._notify()
             raise
-        finished = [g for g, _ in choice.dropped_rows if not g.waiting and not g.leased]
+        finished = [g for g, _ in choice.dropped_rows if not g.ready and not g.leased]
         choice.dropped.clear()  # these rows are discarded now; a repeated lease has none to discard
         await self._drop_payload(finished)
         if choice.missing:
@@ -130,7 +130,7 @@ class TrainerSide(BufferCore):
             frame=frame,
             images=images,
             groups=statistics,
-            available_after=order.num_waiting,
+            available_after=order.num_ready,
             missing=choice.missing,
         )
 
@@ -143,7 +143,7 @@ class TrainerSide(BufferCore):
 
         def work(tx: Connection) -> tuple[bytes, dict[str, bytes], dict[str, list[ScoredRow]]]:
             ledger = self._ledger
-            chosen, scored = lease_rows(tx, ledger, step, choice)
+            chosen, scored = write_lease(tx, ledger, step, choice)
             names = [group.id for group, _ in choice.picked] if ledger.images else []
             return bundle([*chosen, *further]), files_of(tx, ledger.storage, names), scored
 
@@ -160,8 +160,8 @@ class TrainerSide(BufferCore):
         Also stores the `logprobs` of each row's first use; they replace those of a first use that a
         resume has undone.
         """
-        async with self._step_turn(step):
-            order, choice = await self._leased(lineage, step)
+        async with self._one_call(step):
+            order, choice = await self._open_lease(lineage, step)
             if choice is None:
                 return
             max_uses = self._settings.max_uses
@@ -195,8 +195,8 @@ class TrainerSide(BufferCore):
         """Record that the lease of `step` is not trained, e.g. "nonfinite"; idempotent."""
         if not reason:
             raise BufferFailed(f"discard of step {step} needs a reason")
-        async with self._step_turn(step):
-            order, choice = await self._leased(lineage, step)
+        async with self._one_call(step):
+            order, choice = await self._open_lease(lineage, step)
             if choice is None:
                 return
             ids = [r.id for _, part in choice.picked for r in part]
@@ -206,7 +206,7 @@ class TrainerSide(BufferCore):
             await self._finish_lease(order, step, None)
 
     async def consumption(self, lineage: int, step: int) -> Consumption:
-        """Count the uses up to `step` for its manifest; digest: see
+        """Count the uses up to `step` for its checkpoint's manifest; digest: see
         `rft.buffer.derived_state.UseCounts`.
         """
 
@@ -254,20 +254,20 @@ class TrainerSide(BufferCore):
                         await self._changed.wait()
 
     @contextlib.asynccontextmanager
-    async def _step_turn(self, step: int) -> AsyncIterator[None]:
+    async def _one_call(self, step: int) -> AsyncIterator[None]:
         """Run one call about a step at a time: a repeated message must not lease again."""
-        lock, calls = self._turns.get(step) or (asyncio.Lock(), 0)
-        self._turns[step] = (lock, calls + 1)
+        lock, calls = self._locks.get(step) or (asyncio.Lock(), 0)
+        self._locks[step] = (lock, calls + 1)
         try:
             async with lock:
                 yield
         finally:
-            lock, calls = self._turns.pop(step)
+            lock, calls = self._locks.pop(step)
             if calls > 1:
-                self._turns[step] = (lock, calls - 1)
+                self._locks[step] = (lock, calls - 1)
 
-    async def _leased(self, lineage: int, step: int) -> tuple[LeaseOrder, Selection | None]:
-        """Return the lease of `step`; None if it was already used or discarded."""
+    async def _open_lease(self, lineage: int, step: int) -> tuple[LeaseOrder, Selection | None]:
+        """Return the open lease of `step`; None if it was already used or discarded."""
         self._fence(lineage)
         order = self._order
         choice = order.leases.get(step)
@@ -279,23 +279,23 @@ class TrainerSide(BufferCore):
         return order, choice
 
     async def _finish_lease(self, order: LeaseOrder, step: int, max_uses: int | None) -> None:
-        over = order.finish_lease(step, max_uses=max_uses)
+        finished = order.finish_lease(step, max_uses=max_uses)
         await self._notify()
-        await self._drop_payload(over)
+        await self._drop_payload(finished)
 
-    async def _drop_payload(self, over: Sequence[WaitingGroup]) -> None:
+    async def _drop_payload(self, finished: Sequence[ReadyGroup]) -> None:
         """Drop the payload of finished groups if only memory holds it."""
-        locators = [g.locator for g in over]
+        locators = [g.locator for g in finished]
 
         def work(tx: Connection) -> None:
-            files = release(tx, [g.id for g in over]) if self._ledger.images else []
+            files = release(tx, [g.id for g in finished]) if self._ledger.images else []
             self._storage.drop([*locators, *files], tx)
 
         def drop() -> None:
             self._ledger.run(work)
             self._ledger.blocks.difference_update(locators)
 
-        if over and not self._storage.durable:
+        if finished and not self._storage.durable:
             await self._run(drop)
 
     async def _drop_damaged(
@@ -324,9 +324,9 @@ class TrainerSide(BufferCore):
             )
 
 
-def lease_rows(
+def write_lease(
     tx: Connection, ledger: Ledger, step: int, choice: Selection
-) -> tuple[list[_Header], dict[str, list[ScoredRow]]]:
+) -> tuple[list[_BlockRows], dict[str, list[ScoredRow]]]:
     """Write the lease of the chosen rows; return their payload and the scored members of each
     group.
 

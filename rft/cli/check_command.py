@@ -225,8 +225,7 @@ def _derived(plan: Plan) -> list[tuple[str, str]]:
     for d in {d.key: d for d in plan.derived}.values():
         if plan.trainer.alone and d.key.startswith("explorer."):
             continue
-        section_and_key = ".".join(d.key.split(".")[-2:])
-        keys.setdefault(d.reason, []).append(f"{section_and_key} {d.value}")
+        keys.setdefault(d.reason, []).append(f"{d.key} {d.value}")
     return [(reason, ", ".join(texts)) for reason, texts in keys.items()]
 
 
@@ -234,7 +233,8 @@ def _show_prompts(out: Any, report: Report) -> None:
     for t in report.tasksets:
         for row in t.rows:
             tokens = f"{row.tokens} tokens" if row.tokens is not None else ""
-            facts = "".join(f", {fact}" for fact in (tokens, _gold(row)) if fact)
+            shown = [f"image of {image}" for image in row.images]
+            facts = "".join(f", {fact}" for fact in (tokens, *shown, _gold(row)) if fact)
             out.print(f"[bold]{escape(t.name)}\\[{row.index}][/]{escape(facts)}")
             prompt = row.prompt if len(row.prompt) < 800 else row.prompt[:797] + "..."
             out.print(f"  {escape(prompt)!s}", style="cyan")
@@ -250,7 +250,7 @@ def _show_prompts(out: Any, report: Report) -> None:
 def _gold(row: Any) -> str:
     if row.truth is None:
         return ""
-    score = "" if row.gold_reward is None else f" scores {row.gold_reward:g}"
+    score = "" if row.gold_reward is None else f", reward {row.gold_reward:g}"
     return f"gold answer {row.truth!r}{score}"
 
 
@@ -288,7 +288,8 @@ def _summary(report: Report, plan: Plan, show_all: bool) -> list[tuple[str, str]
         ),
         (
             "loss",
-            f"{advantages}policy loss {parts.policy_loss_fn}, KL {parts.kl_loss_fn}"
+            f"{advantages}policy loss {parts.policy_loss_fn}, KL {parts.kl_loss_fn}, entropy "
+            + (parts.entropy_loss_fn if needs(parts).entropy else "none")
             + ("" if needs(parts).pairs else f", {parts.loss_agg_mode}"),
         ),
         *_model_and_rows(report),

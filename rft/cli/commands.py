@@ -1,4 +1,4 @@
-"""The commands of the core and of extras, none of which it imports."""
+"""The commands of the core and of extras, whose functions it does not import."""
 
 from __future__ import annotations
 

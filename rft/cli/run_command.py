@@ -38,8 +38,15 @@ def run(
 
         check(changes, config, plugin_dir)
         return
-    from rft.launch.execute import execute
-    from rft.launch.progress import summary
+    from rft.worker.teller import Teller
+    from rft.worker.waiting import works
 
-    outcome = execute(config, changes, plugin_dirs=plugin_dir or (), in_process=in_process)
+    with Teller() as teller:
+        with works("loading rft"):
+            from rft.launch.execute import execute
+            from rft.launch.progress import summary
+
+        outcome = execute(
+            config, changes, plugin_dirs=plugin_dir or (), in_process=in_process, teller=teller
+        )
     summary(outcome.run_dir, outcome.version, outcome.seconds, outcome.resumed_from)

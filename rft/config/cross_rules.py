@@ -66,6 +66,18 @@ def memory_transport_needs_one_node(ctx: Context) -> None:
         )
 
 
+def alignment_needs_a_model_of_its_own(ctx: Context) -> None:
+    """A teacher that reads the policy's tokens as text."""
+    for i, model in enumerate(ctx.config.explorer.auxiliary_models):
+        reason = ""
+        if model.task == "score" or model.engine_type not in ("vllm", "transformers"):
+            reason = "is offered by engine_type vllm or transformers with task: generate"
+        elif model.moving_average is not None:
+            reason = "is for another tokenizer; a moving_average of the policy has the policy's"
+        if reason and model.alignment == "text":
+            ctx.error(f"explorer.auxiliary_models[{i}].alignment", reason, given="text")
+
+
 def images_need_engine_and_rows(
     ctx: Context, tasksets: Sequence[TasksetSettings], engine_type: str
 ) -> None:

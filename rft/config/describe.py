@@ -315,13 +315,13 @@ def timeline(plan: Plan) -> str:
         need = s.required_step(batch)
         if need != last:
             parts.append(
-                f"explore step {batch + 1} waits for version {need}"
+                f"explore step {batch + 1} waits for the weights of step {need}"
                 if need
                 else "explore step 1 starts with the untrained weights"
             )
             last = need
     every = "every train step" if s.interval == 1 else f"every {s.interval} train steps"
-    return f"sent after {every} ({plan.sync.sync_method}); {', '.join(parts[:2])} ..."
+    return f"sent after {every} ({plan.sync.sync_method}); {', '.join(parts[:2])}, and so on"
 
 
 def _asynchronous(plan: Plan) -> str:

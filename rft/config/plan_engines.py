@@ -147,6 +147,7 @@ def engines(
             trust_remote_code=model.trust_remote_code,
             chat_template=template,
             chat_template_kwargs=_thinking(model.enable_thinking),
+            image_processor_args=model.image_processor_args.written(),
             extra_engine_args=_engine_args(ctx.config, shared["engine_type"]),
             top_logprobs=top_logprobs,
         )
@@ -353,12 +354,19 @@ def _auxiliary(
             request_timeout_s=model.request_timeout,
             fixed_weights=decay is None,
             top_logprobs=top_logprobs,
+            policy_tokenizer=_policy_tokenizer(ctx, model),
         )
         for j, first in enumerate(_first_cores(ctx, model, key, device, shared["cpu_threads"]))
     )
     return AuxiliarySettings(
         names=names, engines=engines, max_concurrent=model.max_concurrent, decay=decay
     )
+
+
+def _policy_tokenizer(ctx: Context, model: AuxiliaryModelConfig) -> str | None:
+    policy = ctx.config.model
+    path = policy.tokenizer_path or policy.model_path
+    return ctx.find_model(path) if model.alignment == "text" else None
 
 
 def _engine_name(name: str, number: int) -> str:

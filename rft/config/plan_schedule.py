@@ -82,7 +82,7 @@ def batch(
         ctx.derive(
             "buffer.train_batch_size",
             f"{b.batch_size} groups",
-            "all rows of an explore batch (buffer.batch_size)",
+            "one explore batch (buffer.batch_size)",
         )
         return b.batch_size, None
     low = b.batch_size * min(runs)

@@ -82,6 +82,7 @@ def learner(
         row_layout=_row_layout(ctx),
         router_replay=ctx.config.explorer.rollout_model.router_replay,
         trust_remote_code=ctx.config.model.trust_remote_code,
+        image_processor_args=ctx.config.model.image_processor_args.written(),
         seed=ctx.config.seed,
         deterministic=ctx.config.deterministic,
         **hardware,

@@ -224,6 +224,7 @@ def _workload(
     num_batches: NumBatches | None,
 ) -> Workload:
     """What there is to do, by the kind of mode."""
+    cross_rules.alignment_needs_a_model_of_its_own(ctx)
     cross_rules.images_need_engine_and_rows(ctx, (*train, *evals), engine.engine_type)
     train, evals = limit_prompts(
         ctx.config, train, evals, engine, num_process(ctx.config, ctx.facts)

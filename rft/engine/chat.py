@@ -92,9 +92,7 @@ class Chat:
                 f"the tokenizer of {settings.model_path} has no chat template; set "
                 f"chat_template or send prompt_tokens"
             )
-        special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special} | set(
-            tokenizer.all_special_ids
-        )
+        special = special_tokens(tokenizer)
         self._added = {
             i: str(tokenizer.convert_ids_to_tokens(i))
             for i in special | set(tokenizer.added_tokens_decoder)
@@ -129,6 +127,11 @@ class Chat:
                 f"is no model of a family that is offered with images"
             )
         if request.prompt_tokens:
+            if self.settings.policy_tokenizer is not None:
+                raise ValueError(
+                    f"{self.settings.name}: prompt_tokens are of another tokenizer (alignment: "
+                    f"text); send messages"
+                )
             ids = list(request.prompt_tokens)
             goes_on = request.prefix_tokens is not None
         elif not request.messages:
@@ -213,8 +216,7 @@ class Chat:
         """Return the first token id of each of `request.choices`.  Raises ValueError if two are
         equal.
         """
-        # an answer follows a line break
-        first = [self._tokens(word, "\n")[:1] for word in request.choices]
+        first = [self.answer_tokens(word)[:1] for word in request.choices]
         if not all(first) or len({token for (token,) in first}) != len(first):
             raise ValueError(
                 f"choices {', '.join(map(repr, request.choices))}: each has to begin with another "
@@ -301,6 +303,10 @@ class Chat:
             (place for text in self._special.values() if (place := end.find(text)) >= 0), default=0
         )
 
+    def answer_tokens(self, text: str) -> list[int]:
+        """Return the token ids of an answer's text, which follows a line break."""
+        return self._tokens(text, "\n")
+
     def _tokens(self, text: str, behind: str = _ANCHOR) -> list[int]:
         """Return the token ids of `text` when it follows `behind`."""
 
@@ -364,13 +370,17 @@ class Chat:
     @cached_property
     def _unread(self) -> set[int]:
         names = self.tokenizer
-        ids = {
-            token
-            for token in (names.bos_token_id, names.eos_token_id, names.pad_token_id)
-            if token is not None
-        }
+        ids = (names.bos_token_id, names.eos_token_id, names.pad_token_id, self.end_of_turn)
+        return {token for token in ids if token is not None}
+
+    @cached_property
+    def end_of_turn(self) -> int | None:
+        """The special token that the template writes behind an answer, else that of the
+        tokenizer.
+        """
+        usual: int | None = self.tokenizer.eos_token_id
         if self._no_template:
-            return ids
+            return usual
         messages = ({"role": "user", "content": _ANCHOR}, {"role": "assistant", "content": _ANCHOR})
         request = GenerateRequest(messages=messages)
         try:
@@ -378,9 +388,14 @@ class Chat:
                 messages, 1, lambda marked: str(self._render(request, marked, tokenize=False))
             )
         except (ValueError, TemplateError):  # the template supports only other conversations
-            return ids
-        end = next((token for token in self._tokens(tail.text) if token in self._special), None)
-        return ids if end is None else ids | {end}
+            return usual
+        return next((token for token in self._tokens(tail.text) if token in self._special), usual)
+
+
+def special_tokens(tokenizer: Any) -> set[int]:
+    """Return the ids of a tokenizer's special tokens."""
+    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | set(tokenizer.all_special_ids)
 
 
 def cut(ids: list[int], limit: int, side: str) -> list[int]:

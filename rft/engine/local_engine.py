@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,10 +18,11 @@ import numpy as np
 import xxhash
 
 from rft.engine.base import BaseEngine, RequestFailed, check_base, check_row, row_behind
-from rft.engine.chat import Chat
+from rft.engine.chat import Chat, load_tokenizer
 from rft.engine.settings import EngineSettings
+from rft.engine.spans import TextSpans, in_policy_tokens
 from rft.errors import ConfigError, EngineFailed, SetupError
-from rft.types.completion import Completion, FinishReason, VersionSpan
+from rft.types.completion import Completion, FinishReason, TokenScores, VersionSpan
 from rft.types.images import ImagePlace
 from rft.types.metrics import Metric
 from rft.types.ports import GenerateRequest, ScoreRow, WeightManifest
@@ -161,6 +163,10 @@ class LocalEngine(BaseEngine):
     def __init__(self, settings: EngineSettings, chat: Chat) -> None:
         super().__init__(settings)
         self._chat = chat
+        self._spans: TextSpans | None = None
+        if settings.policy_tokenizer is not None:
+            policy = replace(settings, tokenizer_path=settings.policy_tokenizer)
+            self._spans = TextSpans(chat, load_tokenizer(policy))
         self._parse = Parsers(settings, chat.tokenizer)
         self._paused = False
 
@@ -175,6 +181,18 @@ class LocalEngine(BaseEngine):
         if request.images or len(str((request.messages, request.tools))) > LONG_CHARS:
             return await asyncio.to_thread(self._chat.encode, request, limit)
         return self._chat.encode(request, limit)
+
+    async def score(self, row: ScoreRow) -> TokenScores:
+        """Score with the current weights, at the row's temperature."""
+        if self._spans is None:
+            return await self.score_own(row)
+        ours, spans = await asyncio.to_thread(self._spans.read, row)
+        assert row.logprobs is not None, "`read` checks it"
+        return in_policy_tokens(spans, await self.score_own(ours), row.logprobs)
+
+    async def score_own(self, row: ScoreRow) -> TokenScores:
+        """Score tokens of this model's tokenizer."""
+        raise NotImplementedError
 
     async def row(self, row: ScoreRow, longest: int) -> tuple[ScoreRow, list[int]]:
         """Return a row to score with its prompt rendered, and its tokens."""

@@ -139,6 +139,8 @@ class EngineSettings:
     # sleeps
     sleep_level: int = 0
     top_logprobs: int = 0  # most likely tokens that `score` returns at each position
+    # folder of the tokenizer whose tokens `score` gets and reads as text; None = its own tokens
+    policy_tokenizer: str | None = None
     # serve the weights of model_path unchanged (judges); loads are refused
     fixed_weights: bool = False
     max_concurrent: int = 256  # requests in progress (external)

@@ -135,8 +135,7 @@ class TransformersEngine(LocalEngine):
                 "answer a request", job.future, self.settings.request_timeout_s
             )
 
-    async def score(self, row: ScoreRow) -> TokenScores:
-        """Score with the current weights, at the row's temperature."""
+    async def score_own(self, row: ScoreRow) -> TokenScores:
         row, tokens = await self.row(row, longest=self.settings.max_model_len)
         sight = self._chat.sight(tokens, row.places, row.images)
 

@@ -277,7 +277,7 @@ class VllmEngine(_VllmCalls):
         )
         return [np.frombuffer(data, kind).reshape(shape) for kind, shape, data in taken]
 
-    async def score(self, row: ScoreRow) -> TokenScores:
+    async def score_own(self, row: ScoreRow) -> TokenScores:
         """Score at temperature 1 only: vLLM's prompt log-probs are those of the model itself."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind

@@ -104,12 +104,13 @@ class BatchRunner:
     async def _fill(self, batch: Batch, task_of: Callable[[int], Task], first_number: int) -> None:
         """Run candidates for one place until one is accepted or the refills are used up.
 
-        `first_number`: of the first candidate's task.
+        `first_number`: the number of the first candidate's task.
         """
         number: int | None = first_number
         while number is not None:
             task = task_of(number)
             replacement = number != first_number
+            # the first candidate of a resumed batch may have a number above the place's
             place = None if replacement else number % batch.size
             async with self._permit(batch, place) as permitted:
                 if not permitted:
@@ -126,10 +127,11 @@ class BatchRunner:
             began = time.monotonic()
             group = await self._store(processed)
             if self._pipeline.active:
-                batch.pipeline += [
+                batch.pipeline += [  # the operators have counted their own share of the total
                     Metric(f"time/{name}", time.monotonic() - began, "sum")
                     for name in ("write", "total")
                 ]
+            # metrics are of the group before the operators, unless the buffer refused it
             batch.add(group, played if group is processed else group)
             if group.reason and group.reason not in self._reported:
                 self._reported.add(group.reason)

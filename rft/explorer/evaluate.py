@@ -169,7 +169,8 @@ async def bench(
     for taskset in evaluator.tasksets:
         recipes.find(taskset.task(0))
     try:
-        await recipes.prepare(models)
+        with works("preparing rewards"):
+            await recipes.prepare(models)
         metrics = await evaluator.run(version)
         if judges := judge_metrics.counts():
             await sink.log(MetricRecord(role="eval", step=version.step, values=judges))

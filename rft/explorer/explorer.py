@@ -42,7 +42,7 @@ from rft.types.ports import (
     TaskOutcome,
 )
 from rft.worker import job_pool
-from rft.worker.waiting import activities, sentence
+from rft.worker.waiting import activities, sentence, works
 from rft.workflow.base import NO_MODELS
 from rft.workflow.group import judge
 from rft.workflow.recipes import Recipes, refuse_group_reward
@@ -63,7 +63,7 @@ class Explorer:
         sink: MetricSink,
         lineage: int,
         cursor: int = 0,
-        evaluates: bool = False,  # an earlier process of the run ended during an evaluation
+        resumes_evaluation: bool = False,  # during which an earlier process of the run ended
         models: Mapping[str, ChatModel] = NO_MODELS,
     ) -> None:
         """Open the tasksets and find all their workflows and rewards.  Raises ConfigError,
@@ -77,7 +77,7 @@ class Explorer:
         self._sink = sink
         self._cursor = cursor
         self._models = models
-        self._resume_evaluation = evaluates and settings.eval_interval > 0
+        self._resume_evaluation = resumes_evaluation and settings.eval_interval > 0
         self.order = self._order([open_taskset(t) for t in settings.tasksets])
         self._pipeline = ExperiencePipeline(settings.pipeline, judge, settings.max_timeout_s)
         self._recipes = Recipes()
@@ -138,10 +138,12 @@ class Explorer:
 
     async def _run(self) -> None:
         try:
-            await self._recipes.prepare(self._models)
-            await self._pipeline.prepare({**self._models, ROLLOUT_MODEL: self._model})
+            with works("preparing rewards and operators"):
+                await self._recipes.prepare(self._models)
+                await self._pipeline.prepare({**self._models, ROLLOUT_MODEL: self._model})
             reason = await self._explore()
-            await self._pipeline.close()
+            with works("closing the operators"):
+                await self._pipeline.close()
             await self._buffer.finish(reason)
             version = await self._gate.wait_final()
             if self.settings.eval_at_end and await self._gate.evaluates():
@@ -151,7 +153,8 @@ class Explorer:
                     await self._sink.log(
                         MetricRecord(role="explorer", step=self._reported + 1, values=judges)
                     )
-            await self._recipes.close()
+            with works("closing the rewards"):
+                await self._recipes.close()
         except BaseException as error:
             for close in (self._pipeline.close, self._recipes.close):
                 try:
@@ -203,7 +206,7 @@ class Explorer:
                 # a reassigned batch does not block later ones: a train step may need those first
                 if not again:
                     previous = batch
-                await batch.submitted.wait()
+                await batch.all_begun.wait()
             return assignment  # the reason
 
     def _order(self, tasksets: Sequence[Taskset]) -> TaskOrder:
@@ -283,7 +286,7 @@ class Explorer:
             f"trained ({reasons}), and all "
             f"{batch.max_refill} refills are used up.  Correct the workflow or reward, or make the "
             f"tasks easier, and raise "
-            f"buffer.max_refill (only groups without a reward are played again); or set "
+            f"buffer.max_refill (a resumed run repeats only groups without a reward); or set "
             f"buffer.on_short_batch to train or carry.{last}"
         )
 

@@ -45,7 +45,7 @@ class Batch:
         self.accepted = 0
         self.reasons: Counter[str] = Counter()
         self.cut_short = False  # the trainer finished before all groups began
-        self.submitted = asyncio.Event()  # set when the first group of every place has begun
+        self.all_begun = asyncio.Event()  # set when the first group of every place has begun
         self.closed = asyncio.Event()
         self.began = time.monotonic()
         self.max_refill = self._refills_left = (
@@ -99,16 +99,16 @@ class Batch:
         self.closed.set()
 
     def expect_runs(self, runs: int) -> None:
-        """Set the number of runs that will begin; the batch is submitted once all have begun."""
+        """Set the number of runs that will begin; `all_begun` is set then."""
         self._waiting = runs
         if runs == 0:
-            self.submitted.set()
+            self.all_begun.set()
 
     def note_begun(self, runs: int) -> None:
         """Count `runs` as begun or skipped."""
         self._waiting -= runs
         if self._waiting == 0 and runs:
-            self.submitted.set()
+            self.all_begun.set()
 
     def __str__(self) -> str:
         """Describe the progress of the batch."""

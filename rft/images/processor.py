@@ -66,6 +66,7 @@ class PreparedImage(NamedTuple):
     grid: tuple[int, ...]  # patches (time, height, width), or () for images of one size
     text: str  # in place of the chat template's placeholder
     num_tokens: int
+    size: tuple[int, int]  # of the file: width and height in pixels, turned as EXIF says
     hash: str  # xxh3-128 of the shape and the values
 
 
@@ -111,6 +112,12 @@ class ImageProcessor:
             )
         except (OSError, ValueError, TypeError, ImportError) as e:
             raise SetupError(f"no image processor could be loaded from {folder}: {e}") from e
+        known = type(self._processor).valid_kwargs.__annotations__
+        if unknown := sorted(args.keys() - known.keys()):
+            raise SetupError(
+                f"model.image_processor_args: {type(self._processor).__name__} of {folder} has no "
+                f"{', '.join(unknown)}; leave them out"
+            )
         if self._processor.to_dict().get("do_pan_and_scan"):
             raise SetupError(
                 f"{folder}: do_pan_and_scan cuts an image into several; set it to false in "
@@ -182,7 +189,7 @@ class ImageProcessor:
         digest = xxhash.xxh3_128(repr(values.shape).encode())
         digest.update(values.data)
         text = f"{before}{self.family.token * count}{after}"
-        return PreparedImage(values, grid, text, count, digest.hexdigest())
+        return PreparedImage(values, grid, text, count, picture.size, digest.hexdigest())
 
     def expand(self, text: str, images: Sequence[PreparedImage]) -> str:
         """Replace the placeholders of a rendered chat, in order.  Raises ValueError unless there is

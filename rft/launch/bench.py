@@ -19,6 +19,7 @@ from rft.launch.signals import Signals
 from rft.launch.start import checkpoints
 from rft.trainer.checkpoint import manifest as manifests
 from rft.types.ids import Version
+from rft.worker.waiting import works
 
 BASE = Version(1, 0)  # the model of model.model_path
 Results = list[tuple[Version, dict[str, float]]]
@@ -113,7 +114,8 @@ async def evaluate(plan: Plan, rundir: RunDir, runtime: Runtime) -> Results:
             try:
                 return await signals.guard(parts.supervised(_evaluate(plan, parts, weights)))
             finally:
-                await parts.end(graceful=False)
+                with works("ending the parts of the run"):
+                    await parts.end(graceful=False)
 
 
 async def _evaluate(plan: Plan, parts: Parts, weights: Sequence[Target]) -> Results:

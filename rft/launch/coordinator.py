@@ -51,7 +51,7 @@ class JoinReply(Struct, frozen=True, kw_only=True):
     member: int
     start: Start
     engines: tuple[int, ...]  # numbers of its engines
-    evaluates: bool  # an evaluation was due when the earlier process of the run ended
+    resumes_evaluation: bool  # one was due when the earlier process of the run ended
 
 
 class MonitorPart:
@@ -181,7 +181,7 @@ class Coordinator(MonitorPart):
         self._fingerprint = ""
         self._evaluator = ""
         # later evaluations are repeated with their steps
-        self._evaluates = any(step <= start.step for _, step in self._evaluations.due)
+        self._resumes_evaluation = any(step <= start.step for _, step in self._evaluations.due)
         sync = self.sync
         self.wait_for_demand = sync.wait_for_demand
         self.step_started = sync.step_started
@@ -259,10 +259,13 @@ class Coordinator(MonitorPart):
             which = ", ".join(map(str, numbers))
             log.info("explorer %s on %s has joined with engines %s", name, where, which)
             self._write()
-        evaluates = self._evaluates
-        self._evaluates = False
+        resumes_evaluation = self._resumes_evaluation
+        self._resumes_evaluation = False
         return JoinReply(
-            member=member.number, start=self._start, engines=numbers, evaluates=evaluates
+            member=member.number,
+            start=self._start,
+            engines=numbers,
+            resumes_evaluation=resumes_evaluation,
         )
 
     async def join_teacher(self, engines: Sequence[Any]) -> None:

@@ -43,8 +43,7 @@ class Stoppable(Protocol):
 
 
 async def run_to_end(
-    train: Awaitable[None],
-    explore: Awaitable[None] | None,
+    work: Sequence[Awaitable[None]],
     sides: Iterable[Stoppable],
     coordinator: Followed,
     on_record: OnRecord,
@@ -52,20 +51,19 @@ async def run_to_end(
     watch: Awaitable[Any] | None = None,
     fail: Callable[[BaseException], Awaitable[None]] | None = None,
 ) -> None:
-    """Wait until trainer and explorer (if any) are done; report the first failure and raise it.
+    """Wait until the `work` of explorer and trainer (in this order; one may be elsewhere) is done;
+    report the first failure and raise it.
 
     `watch` raises when a process dies or hangs, and never returns.  `fail` reports a failure to all
     that wait (default: `coordinator.fail`).
     """
-    work: tuple[asyncio.Future[None], ...] = tuple(
-        asyncio.ensure_future(side) for side in (explore, train) if side is not None
-    )
+    working: list[asyncio.Future[None]] = [asyncio.ensure_future(side) for side in work]
     follower = _Follower(coordinator, on_record)
     following = asyncio.ensure_future(follower.run())
     stop = asyncio.ensure_future(signals.wait())
     watching = [] if watch is None else [asyncio.ensure_future(watch)]
     try:
-        pending = set(work)
+        pending = set(working)
         while pending:
             done, _ = await asyncio.wait(
                 {*pending, *watching, following, stop}, return_when=asyncio.FIRST_COMPLETED
@@ -74,7 +72,7 @@ async def run_to_end(
                 await _wind_down(pending, sides, signals)
                 raise Interrupted(INTERRUPTED)
             if [t for t in done if t.exception() is not None]:
-                raise await _cause(work, (*watching, following))
+                raise await _cause(working, (*watching, following))
             pending -= done
         await follower.rest()
     except BaseException as e:
@@ -83,7 +81,7 @@ async def run_to_end(
         async with race(quietly(report(error)), signals.wait(2)):
             raise
     finally:
-        await cancel([*work, *watching, following, stop])
+        await cancel([*working, *watching, following, stop])
 
 
 class _Follower:

@@ -39,12 +39,14 @@ from rft.launch.progress import Progress
 from rft.launch.remote import memory_remedy
 from rft.launch.rundir import INTERRUPTED, STATE, RunDir
 from rft.launch.runtime import LocalRuntime, Runtime, check_local
-from rft.launch.stages import Program, began_with, refuse_program
+from rft.launch.stages import Program, RunStage, began_with, refuse_program
 from rft.plugins import extra_entry
 from rft.preflight.check import load_plan
 from rft.taskset import task_pipeline as tasks
 from rft.trainer.checkpoint import manifest as manifests
+from rft.worker.teller import Teller
 from rft.worker.threads import as_failure
+from rft.worker.waiting import works
 from rft.workflow.endpoint import listening
 
 log = logging.getLogger(__name__)
@@ -56,13 +58,20 @@ def execute(
     *,
     plugin_dirs: Sequence[str] = (),
     in_process: bool = False,
+    teller: Teller | None = None,
 ) -> Outcome:
     """Run `config` with all its stages.
 
-    Raises RftError; on ConfigError nothing was started.
+    `teller`: an open one, which says what is waited for.  Raises RftError; on ConfigError nothing
+    was started.
     """
+    if teller is None:
+        with Teller() as teller:
+            return execute(
+                config, overrides, plugin_dirs=plugin_dirs, in_process=in_process, teller=teller
+            )
     try:
-        return _execute(config, overrides, plugin_dirs, in_process)
+        return _execute(config, overrides, plugin_dirs, partial(_run, teller, in_process))
     except Exception as e:
         if not isinstance(e, RftError) and is_full(e):
             raise full(e) from e
@@ -70,31 +79,29 @@ def execute(
 
 
 def _execute(
-    config: Path, overrides: Sequence[str], plugin_dirs: Sequence[str], in_process: bool
+    config: Path, overrides: Sequence[str], plugin_dirs: Sequence[str], run: RunStage
 ) -> Outcome:
     logs.learn_environment()
     if stage_names(config, overrides):
-        return Program(config, overrides, plugin_dirs).run(
-            lambda loaded, plan: _run(loaded, plan, in_process)
-        )
-    loaded, plan = load_plan(config, list(overrides), plugin_dirs=list(plugin_dirs))
+        return Program(config, overrides, plugin_dirs).run(run)
+    loaded, plan = load_plan(config, list(overrides), plugin_dirs=plugin_dirs)
     if apart(loaded):
         refuse_program(plan.run_dir)
-        return _run_one_role(loaded, plan, in_process)
+        return _run_one_role(loaded, plan, run)
     if not plan.continue_from_checkpoint and plan.run_dir.exists() and plan.mode != "bench":
         name = f"{plan.run_dir.name}_{time.strftime('%Y%m%d_%H%M%S')}"
-        loaded, plan = load_plan(config, list(overrides), plugin_dirs=list(plugin_dirs), name=name)
+        loaded, plan = load_plan(config, list(overrides), plugin_dirs=plugin_dirs, name=name)
     refuse_program(plan.run_dir)
-    return _run(loaded, plan, in_process)
+    return run(loaded, plan)
 
 
-def _run_one_role(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
+def _run_one_role(loaded: RunConfig, plan: Plan, run: RunStage) -> Outcome:
     """Run one of several processes that meet by the run's name; it may not change that name."""
-    if plan.joins:
-        return _run(
-            loaded, plan, in_process, folder=plan.run_dir / "explorers" / plan.explorer.name
-        )
-    if not plan.continue_from_checkpoint and (plan.run_dir / "state.json").exists():
+    if (
+        not plan.joins
+        and not plan.continue_from_checkpoint
+        and (plan.run_dir / "state.json").exists()
+    ):
         raise ConfigError(
             f"is false, and {plan.run_dir} holds a run.  Processes that meet by a run's name do "
             f"not change it: write another `name` in "
@@ -102,36 +109,40 @@ def _run_one_role(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
             key="continue_from_checkpoint",
             given=False,
         )
-    return _run(loaded, plan, in_process)
+    return run(loaded, plan)
 
 
-def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = None) -> Outcome:
-    """Run one run or one stage of a program; `folder`: its folder if not the run's."""
+def _run(teller: Teller, in_process: bool, loaded: RunConfig, plan: Plan) -> Outcome:
+    """Run one run or one stage of a program."""
     if plan.mode == "bench":
-        return _bench(loaded, plan, in_process)
+        return _bench(teller, in_process, loaded, plan)
+    folder = plan.run_dir / "explorers" / plan.explorer.name if plan.joins else plan.run_dir
     if plan.serve is not None:
         # before any process starts; the service's process may lack this environment
         clients = extra_entry("service", "clients", key="mode")(plan.serve)
         plan = replace(plan, serve=replace(plan.serve, clients=clients))
-    _check_ports(plan, folder or plan.run_dir)
+    _check_ports(plan, folder)
     command = _command(loaded, plan, in_process)
     loaded = loaded.model_copy(update={"plugin_dirs": plan.plugin_dirs})  # with --plugin-dir
     runtime = _runtime(plan, in_process)
     mode = modes.mode_of(plan)
-    rundir = RunDir.claim(folder or plan.run_dir)
-    changes = _changes(loaded, plan, rundir) if folder is None else []
+    rundir = RunDir.claim(folder)
+    with works(f"reading what is in {folder}"):
+        changes = [] if plan.joins else _changes(loaded, plan, rundir)
     with _owned(rundir, plan, "launcher.log"), rundir.record_outcome(), _errors_of_a_run():
         rundir.goes_on(command)
         for line in changes:
             log.info("%s", line)
-        _clean_after_a_crash(rundir)
+        with works("removing what an earlier process left"):
+            _clean_after_a_crash(rundir)
         if plan.task_pipeline is not None and plan.mode != "train":
-            counts = tasks.write(plan.task_pipeline)
+            with works("task pipeline"):
+                counts = tasks.write(plan.task_pipeline)
             print(f"task pipeline: {counts} → {plan.task_pipeline.output}", flush=True)
         notes = [*changes, *plan.notes, *plan.warnings]
         if "tensorboard" in plan.monitor.monitor_type:
             notes.append(f"curves: tensorboard --logdir {rundir.path / 'tensorboard'}")
-        outcome = _work(mode, rundir, runtime, loaded, notes)
+        outcome = _work(teller, mode, rundir, runtime, loaded, notes)
         phase = rundir.read_state().get("phase", "done")
         if outcome.seconds == 0.0 and phase != "done":
             how = phase if phase in ("failed", "interrupted") else "killed"
@@ -160,12 +171,19 @@ def _check_ports(plan: Plan, folder: Path) -> None:
 
 
 def _work(
-    mode: modes.Mode, rundir: RunDir, runtime: Runtime, loaded: RunConfig, notes: list[str]
+    teller: Teller,
+    mode: modes.Mode,
+    rundir: RunDir,
+    runtime: Runtime,
+    loaded: RunConfig,
+    notes: list[str],
 ) -> Outcome:
     """Run the mode with its progress on the terminal; end leftover processes."""
     total_steps = mode.plan.trainer.total_steps
     steps = None if total_steps == ENDLESS else total_steps
-    with Progress(rundir.path, total_steps=steps, notes=notes, served=serves(loaded)) as progress:
+    with Progress(
+        rundir.path, teller, total_steps=steps, notes=notes, served=serves(loaded)
+    ) as progress:
         ended: list[str] = []
         try:
             with leftovers.collected() as ended:
@@ -221,7 +239,7 @@ def _command(loaded: RunConfig, plan: Plan, in_process: bool) -> str:
     )
 
 
-def _bench(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
+def _bench(teller: Teller, in_process: bool, loaded: RunConfig, plan: Plan) -> Outcome:
     """Evaluate checkpoints; leave the configuration and state of a run in the folder unchanged."""
     runtime = _runtime(plan, in_process)
     rundir = RunDir.claim(plan.run_dir)
@@ -237,7 +255,7 @@ def _bench(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
                 return await bench.evaluate(plan, rundir, runtime)
 
         try:
-            with Progress(rundir.path, total_steps=0, what="evaluation") as progress:
+            with Progress(rundir.path, teller, total_steps=0, what="evaluation") as progress:
                 results = asyncio.run(evaluated())
         except (Interrupted, KeyboardInterrupt) as e:
             raise Interrupted("stopped on request; what was evaluated is in metrics.jsonl") from e

@@ -1,6 +1,6 @@
 """Leftovers of runs: processes, shared memory, temporary folders, listeners beyond loopback.
 
-Needs psutil and `rft.worker.keeper` only, so scripts, tests and `rft doctor` can use it.
+Needs psutil and `rft.worker` only, so scripts, tests and `rft doctor` can use it.
 Invariant: nothing in use by another living process is reported or removed.
 
 Processes are recognised by the environment of their start: `RFT_RUN_ID` (set by a run for its
@@ -26,6 +26,7 @@ from typing import TypeVar
 import psutil
 
 from rft.worker.keeper import adopt_orphans
+from rft.worker.waiting import works
 
 T = TypeVar("T")
 RUN_ID = "RFT_RUN_ID"
@@ -200,24 +201,27 @@ def collected() -> Iterator[list[str]]:
     try:
         yield ended
     finally:
-        until = time.monotonic() + GRACE_S
-        while children := [
-            p for p in me.children() if _key(p) not in before and not _HELPERS.search(_command(p))
-        ]:
-            ended += [
-                f"ended process {_describe(p)}"
-                for p in children
-                if _quietly(p.status) != psutil.STATUS_ZOMBIE
-            ]
-            for process in children:
-                _quietly(process.kill)
-            psutil.wait_procs(children, timeout=max(0.0, until - time.monotonic()))
-            if time.monotonic() > until:
-                names = ", ".join(map(_describe, children))
-                ended.append(f"{len(children)} processes could not be ended: {names}")
-                break
-        adopt_orphans(False)
-        ended += _remove_files()
+        with works("ending what the run left"):
+            until = time.monotonic() + GRACE_S
+            while children := [
+                p
+                for p in me.children()
+                if _key(p) not in before and not _HELPERS.search(_command(p))
+            ]:
+                ended += [
+                    f"ended process {_describe(p)}"
+                    for p in children
+                    if _quietly(p.status) != psutil.STATUS_ZOMBIE
+                ]
+                for process in children:
+                    _quietly(process.kill)
+                psutil.wait_procs(children, timeout=max(0.0, until - time.monotonic()))
+                if time.monotonic() > until:
+                    names = ", ".join(map(_describe, children))
+                    ended.append(f"{len(children)} processes could not be ended: {names}")
+                    break
+            adopt_orphans(False)
+            ended += _remove_files()
 
 
 # ------------------------------------------------------------ processes

@@ -1,5 +1,5 @@
 """Start the parts (processes) of a run in each mode, and wait until they are done.  Independent of
-Ray, behind the runtime.
+Ray, which the runtime hides.
 
     ExploreAndTrain   both      buffer, trainer, coordinator, engines, explorer
                       serve     the same, for sessions of clients instead of tasks
@@ -9,7 +9,7 @@ Ray, behind the runtime.
     TrainOffline      train     on a data set: trainer, monitor
 
 The explorer waits for the coordinator's gate, the trainer for the buffer's lease, the launcher for
-the end of either.  The first failing part ends the run; its error decides the exit code.  Processes
+the end of either.  The first failing part ends the run; its error decides the exit code.  Programs
 of modes `train` and `explore` may start in any order, and never touch each other's processes or
 files.
 """
@@ -47,12 +47,13 @@ from rft.sync.waits import all_of
 from rft.trainer.checkpoint import manifest as manifests
 from rft.trainer.checkpoint.manifest import Manifest
 from rft.types.ids import Version
+from rft.worker.waiting import works
 
 log = logging.getLogger(__name__)
 
 
 class Mode(ABC):
-    """One process of a run from start to end."""
+    """One program of a run, which starts its parts, from start to end."""
 
     phase = "starting"
     started: Start
@@ -104,7 +105,8 @@ async def run(
                 try:
                     rundir.state("stopping")
                 finally:
-                    await parts.end(graceful=worked)
+                    with works("ending the parts of the run"):
+                        await parts.end(graceful=worked)
     last, resumed = mode.outcome()
     return Outcome(last, mode.plan.run_dir, time.monotonic() - began, resumed)
 
@@ -119,7 +121,7 @@ def mode_of(plan: Plan) -> Mode:
 
 
 class _Training(Mode):
-    """A process with the trainer: it starts a lineage, and ends with a checkpoint."""
+    """A program with the trainer: it starts a lineage, and ends with a checkpoint."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -215,8 +217,7 @@ class ExploreAndTrain(_Training):
                 parts.engines, parts.auxiliary, buffer, coordinator, name, self._joined
             )
             await drive.run_to_end(
-                training,
-                exploring,
+                (exploring, training),
                 (trainer, explorer),
                 coordinator,
                 on_record,
@@ -229,8 +230,7 @@ class ExploreAndTrain(_Training):
         )
         watch = all_of(parts.watch(), offer_to_explorers)
         await drive.run_to_end(
-            training,
-            coordinator.serve_explorers(),
+            (coordinator.serve_explorers(), training),
             (trainer,),
             coordinator,
             on_record,
@@ -261,13 +261,11 @@ class TrainOffline(_Training):
         (trainer, *ranks), monitor = parts.ranks, parts.by_name["coordinator"]
         used = None if self._checkpoint is None else self._checkpoint.consumption
         training = trainer.run_offline(ranks, monitor, self.started, used)
-        await drive.run_to_end(
-            training, None, (trainer,), monitor, on_record, signals, parts.watch()
-        )
+        await drive.run_to_end((training,), (trainer,), monitor, on_record, signals, parts.watch())
 
 
 class Explore(Mode):
-    """An explorer of a run whose trainer is another process.
+    """An explorer of a run whose trainer is another program.
 
     A failure ends this explorer alone.
     """
@@ -333,7 +331,7 @@ class Explore(Mode):
 
         try:
             await drive.run_to_end(
-                exploring, None, (explorer,), coordinator, on_record, signals, watch, fail
+                (exploring,), (explorer,), coordinator, on_record, signals, watch, fail
             )
             self._last = await coordinator.wait_final()
             await coordinator.leave(*me, "")

@@ -163,7 +163,7 @@ class ExplorerPart:
                 self._explorer = Explorer(
                     self.plan.explorer,
                     cursor=joined.start.cursor,
-                    evaluates=joined.evaluates,
+                    resumes_evaluation=joined.resumes_evaluation,
                     **sides,
                 )
             await self._explorer.run()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import queue
 import shlex
 import sys
 import time
@@ -25,7 +26,9 @@ from rft.secrets import redact, safe
 from rft.sync.waits import cancel
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
-from rft.worker.waiting import ACTIVITY_S, Activity, clock, sentence
+from rft.worker.teller import LOOK_S, Teller
+from rft.worker.teller import show as show_wait
+from rft.worker.waiting import Activity, activities
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,23 +36,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 STARTING = {"starting": True}  # marks log records shown until the first step
-QUIET_S = 15.0  # longest time without a line
-# limit for a service, which may wait for hours: each line about waiting doubles the time to the
-# next
-SERVICE_QUIET_S = 600.0
 _WINDOW = 10  # steps over which the time per step is averaged
 
 
 class Progress:
     """Context manager that shows the bar while open; `update` takes records in any order.
 
-    `total_steps` None: until stopped.  `what`: name of a run without steps.  `served`: clients
-    supply the rows, so there is no ETA.
+    `teller` says what is waited for.  `total_steps` None: until stopped.  `what`: name of a run
+    without steps.  `served`: clients supply the rows, so there is no ETA.
     """
 
     def __init__(
         self,
         run_dir: Path,
+        teller: Teller,
         *,
         total_steps: int | None,
         notes: Sequence[str] = (),
@@ -62,17 +62,18 @@ class Progress:
         self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._total = total_steps
         self._run_dir = run_dir
+        self._teller = teller
         self._notes = notes
         self._what = what
         self._served = served
         self._bar: Bar | None = None
         self._times: deque[float] = deque(maxlen=_WINDOW)
         self._began = 0.0
-        self._last_line = 0.0  # time of the last line
-        self._quiet_s = QUIET_S
         self._starting = _Handler(self.started)
 
     def __enter__(self) -> Self:
+        self._teller.show = self._wait
+        self._teller.served = self._served
         steps = "until it is stopped" if self._total is None else f"{self._total} steps"
         folder = shlex.quote(str(self._run_dir))
         self._say(f"run   {self._run_dir}  ({self._what or steps})")
@@ -96,6 +97,8 @@ class Progress:
         logging.getLogger("rft.launch").removeHandler(self._starting)
         if self._bar is not None:
             self._bar.stop()
+        self._teller.show = show_wait
+        self._teller.served = False
 
     def started(self, record: logging.LogRecord) -> None:
         """Show that a part has started."""
@@ -106,22 +109,15 @@ class Progress:
     async def telling(
         self, look: Callable[[], Awaitable[Sequence[Activity]]]
     ) -> AsyncIterator[None]:
-        """Print the current waits after QUIET_S without a line; `look` takes at most ACTIVITY_S."""
-        timer = asyncio.ensure_future(self._tell(look))
+        """Let the teller ask this event loop for the activities of all parts."""
+        inquiry = _Inquiry(look)
+        answering = asyncio.ensure_future(inquiry.answer())
+        self._teller.look = inquiry.activities
         try:
             yield
         finally:
-            await cancel([timer])
-
-    async def _tell(self, look: Callable[[], Awaitable[Sequence[Activity]]]) -> None:
-        while True:
-            if (remaining_s := self._last_line + self._quiet_s - ACTIVITY_S - clock()) > 0:
-                # a line meanwhile shortens the time to the next
-                await asyncio.sleep(min(remaining_s, QUIET_S - ACTIVITY_S))
-                continue
-            before, text = self._last_line, sentence(await look())
-            if self._last_line == before:
-                self._wait(text)
+            self._teller.look = activities
+            await cancel([answering])
 
     def update(self, record: MetricRecord) -> None:
         """Show a record."""
@@ -137,13 +133,10 @@ class Progress:
 
     def _wait(self, text: str) -> None:
         log.info("%s", text)
-        quiet_s = QUIET_S if not self._served else min(2 * self._quiet_s, SERVICE_QUIET_S)
         if self._bar is not None:
-            self._last_line = clock()
             self._bar.update(self._bar.task_ids[0], description=redact(text))
         else:
             self._say(f"wait  {text}")
-        self._quiet_s = quiet_s
 
     def _step(self, record: MetricRecord) -> None:
         seconds = record.values["perf/step_s"]
@@ -169,8 +162,36 @@ class Progress:
     def _say(self, line: str) -> None:
         self._console.print(safe(redact(line), lines=True), markup=False)
         self._console.file.flush()  # files and pipes get each line at once
-        self._last_line = clock()
-        self._quiet_s = QUIET_S
+        self._teller.printed()
+
+
+class _Inquiry:
+    """Lets another thread ask an event loop for the activities of all parts."""
+
+    def __init__(self, look: Callable[[], Awaitable[Sequence[Activity]]]) -> None:
+        self._look = look
+        self._loop = asyncio.get_running_loop()
+        self._pending = asyncio.Event()
+        self._answers: queue.SimpleQueue[Sequence[Activity]] = queue.SimpleQueue()
+
+    async def answer(self) -> None:
+        try:
+            while True:
+                await self._pending.wait()
+                self._pending.clear()
+                self._answers.put(await self._look())
+        finally:
+            self._answers.put(activities())  # for one who waits
+
+    def activities(self) -> Sequence[Activity]:
+        """Return the answer, or this process's own activities if the loop is blocked or closed."""
+        try:
+            while not self._answers.empty():  # of a look that was too late
+                self._answers.get_nowait()
+            self._loop.call_soon_threadsafe(self._pending.set)
+            return self._answers.get(timeout=LOOK_S)
+        except (queue.Empty, RuntimeError):
+            return activities()
 
 
 class _Handler(logging.Handler):

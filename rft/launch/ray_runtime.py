@@ -77,14 +77,16 @@ class RayRuntime(Runtime):
         finally:
             self.parts = None
             try:
-                await asyncio.to_thread(cluster.close)
+                with works("ending Ray"):
+                    await asyncio.to_thread(cluster.close)
             except RayFailed as e:
                 if not interrupted:  # else the program ends without Ray's exit handlers
                     raise
                 log.warning("%s", e)
             finally:
                 ended.set()
-                _clean(rundir.run_id)
+                with works("removing what the run left"):
+                    _clean(rundir.run_id)
 
 
 async def _let_up(connecting: asyncio.Future[Cluster], signals: Signals) -> bool:
@@ -148,7 +150,7 @@ class RayParts(Parts):
 
     async def activities(self) -> list[Activity]:
         answers = await asyncio.gather(
-            *(_activities(name, self._handles[name]) for name in self.by_name)
+            *(_activities(name, h) for name, h in self._handles.items() if name in self.by_name)
         )
         return [*activities(), *chain.from_iterable(answers)]
 

@@ -19,6 +19,7 @@ from rft.config.schema.root import RunConfig
 from rft.config.schema.source import Source, undotted
 from rft.errors import ConfigError, ConfigErrors
 from rft.preflight.check_report import Report
+from rft.worker.waiting import works
 
 
 def load_plan(
@@ -69,6 +70,19 @@ def check(
     the stage before; without an export, the program's own model replaces it.
     """
     facts = replace(facts or Facts(), plugin_dirs=tuple(plugin_dirs))
+    with works(f"checking {path}"):
+        return _checked(path, overrides, facts, schema_only, name, stage, model_path)
+
+
+def _checked(
+    path: str | Path,
+    overrides: Sequence[str],
+    facts: Facts,
+    schema_only: bool,
+    name: str,
+    stage: str,
+    model_path: str,
+) -> Report:
     try:
         written = load(path, overrides, stage=stage)
     except ConfigError as e:

@@ -15,8 +15,8 @@ from rft.config.context import Problems
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
 from rft.preflight.conversation_check import renderer
-from rft.preflight.model_folder import ModelFiles
 from rft.taskset.base import Taskset
+from rft.taskset.chatfiles import ChatFiles
 from rft.taskset.near_duplicates import earlier, signatures, words
 from rft.types.task import Task
 
@@ -27,7 +27,7 @@ NUMBER = re.compile(r"\d+")
 _CASED = re.compile(r"\s+")
 
 
-def rendered(task: Task, model: ModelFiles, engine: EngineSettings) -> str:
+def rendered(task: Task, model: ChatFiles, engine: EngineSettings) -> str:
     """Return the prompt as the engine builds it.
 
     Raises ValueError if the workflow builds its own prompt from the row.

@@ -12,6 +12,7 @@ from typing import Any
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
 from rft.preflight.model_folder import ModelFiles
+from rft.taskset.chatfiles import ChatFiles
 from rft.types.task import Task
 from rft.types.written import MessageLeftOut, Render, behind_answer, check_written, way_out
 
@@ -23,7 +24,7 @@ _CALL = {
 }
 
 
-def renderer(task: Task, model: ModelFiles, engine: EngineSettings) -> Render:
+def renderer(task: Task, model: ChatFiles, engine: EngineSettings) -> Render:
     """Return the chat template as the engine uses it for this task."""
     template = task.chat_template or engine.chat_template
     values = {**engine.chat_template_kwargs, **task.chat_template_args}

@@ -19,6 +19,7 @@ import numpy as np
 
 from rft.config.context import Problems
 from rft.config.plan import Plan
+from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, PluginError, SetupError
 from rft.explorer.stored import transcript
 from rft.preflight import judge_questions
@@ -28,6 +29,7 @@ from rft.preflight.gold_answers import check_gold_answer, score_gold_answers, un
 from rft.preflight.model_folder import ModelFiles
 from rft.reward.base import Reward
 from rft.taskset.base import Taskset
+from rft.taskset.chatfiles import ImageTokens
 from rft.taskset.settings import TasksetSettings
 from rft.taskset.task_pipeline import PreparedRows, opened, prepare
 from rft.types.task import Task
@@ -51,6 +53,7 @@ class RowPreview:
     tokens: int | None
     truth: Any
     gold_reward: float | None = None
+    images: tuple[str, ...] = ()  # size and tokens of each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,19 +234,14 @@ def _rows(
     engine = plan.engines[0]
     limit = plan.engines[0].max_prompt_tokens
     key = taskset.settings.key
-    lengths: list[int] = []
-    rows = []
+    lengths, rows = list[int](), []
+    images = ImageTokens(taskset.settings, engine.model_path, engine.image_processor_args)
     count = min(ROWS_COUNTED, len(taskset)) if model is not None and model.can_count else len(tasks)
     for n in range(count):
         spread = n if n < len(tasks) else n * len(taskset) // count
         try:
             task = tasks[n] if n < len(tasks) else taskset.task(spread)
-            text = (
-                json.dumps(task.chat(), ensure_ascii=False)
-                if model is None
-                else rendered(task, model, engine)
-            )
-            tokens = model.count_tokens(text) if model is not None and model.can_count else None
+            text, tokens = _prompt(task, model, engine, images)
         except ConfigError as e:
             problems.add_errors(placed(e, taskset.settings))
             break
@@ -269,7 +267,12 @@ def _rows(
             gold = check_gold_answer(task, rewards[n], key, problems, hung)
             rows.append(
                 RowPreview(
-                    index=task.index, prompt=text, tokens=tokens, truth=task.truth, gold_reward=gold
+                    index=task.index,
+                    prompt=text,
+                    tokens=tokens,
+                    truth=task.truth,
+                    gold_reward=gold,
+                    images=_described(images, task) if model is not None else (),
                 )
             )
     cut = taskset.settings.prompt_truncation
@@ -288,6 +291,22 @@ def _rows(
             f"{'their runs will fail.  Raise it' if cut == 'error' else f'they are cut (prompt_truncation_side: {cut})'}"
         )
     return rows, (float(np.mean(lengths)), max(lengths)) if lengths else (None, None)
+
+
+def _prompt(
+    task: Task, model: ModelFiles | None, engine: EngineSettings, images: ImageTokens
+) -> tuple[str, int | None]:
+    """Return the prompt and its tokens, those of images included."""
+    if model is None:
+        return json.dumps(task.chat(), ensure_ascii=False), None
+    more = images.beyond(task, model) if model.can_count else 0
+    text = rendered(task, model, engine)
+    return text, model.count_tokens(text) + more if model.can_count else None
+
+
+def _described(images: ImageTokens, task: Task) -> tuple[str, ...]:
+    sizes = ((*image.size, image.num_tokens) for image in images.read(task).values())
+    return tuple(f"{width} x {height} pixels, {tokens} tokens" for width, height, tokens in sizes)
 
 
 def _tools_shown(

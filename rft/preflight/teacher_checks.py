@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rft.algorithm.needs import needs
 from rft.config.context import Problems
 from rft.config.plan import Plan
 from rft.engine.settings import SELF, EngineSettings
@@ -19,6 +20,7 @@ from rft.errors import ConfigError
 from rft.plugins import REGISTRY, checked_args
 from rft.preflight.compared_prompts import rendered
 from rft.preflight.model_folder import ModelFiles
+from rft.taskset.chatfiles import ChatFiles, open_chat
 from rft.taskset.settings import TasksetSettings
 from rft.workflow.recipes import Recipes
 from rft.workflow.tools import ELSEWHERE
@@ -48,14 +50,17 @@ def prompts_fit(
         engine = _engine(plan, recipe.keywords.get("teacher"))
         if engine is None:
             continue
+        files: ChatFiles = model
+        if engine.policy_tokenizer is not None:
+            files = open_chat(engine.tokenizer_path or engine.model_path)
         count = min(ROWS, len(taskset))
         lengths = []
         for n in range(count):
             task = taskset.task(n * len(taskset) // count)
             told = tuple(recipe.make().teacher_messages(task))
             if told:
-                text = rendered(msgspec.structs.replace(task, messages=told), model, engine)
-                lengths.append(model.count_tokens(text))
+                text = rendered(msgspec.structs.replace(task, messages=told), files, engine)
+                lengths.append(files.count_tokens(text))
         room = engine.max_model_len - (engine.engine_type == "vllm")
         answer = taskset.settings.sampling.max_tokens
         if lengths and max(lengths) + answer > room:
@@ -94,6 +99,9 @@ def can_score(plan: Plan, workflow: str, taskset: TasksetSettings, problems: Pro
         if m.unscorable:
             problems.error("explorer.auxiliary_models", m.unscorable, m.engines[0].model_path)
             return
+        if text := _cannot_align(plan, m.engines[0], taskset):
+            problems.error("explorer.auxiliary_models", f"alignment: text of {m.name} {text}")
+            return
     if not engine_types:
         name = teacher or "teacher"
         text = f"{workflow} asks a teacher; name one: [{{name: {name}, model_path: ...}}]"
@@ -116,6 +124,22 @@ def can_score(plan: Plan, workflow: str, taskset: TasksetSettings, problems: Pro
             f"for the teacher"
         )
         problems.error("model.temperature", text)
+
+
+def _cannot_align(plan: Plan, e: EngineSettings, taskset: TasksetSettings) -> str:
+    """Return why a teacher's scores of text cannot be used; "" if they can."""
+    if e.policy_tokenizer is None:
+        return ""
+    algorithm = plan.learner.algorithm
+    if needs(algorithm).teacher_top:
+        return (
+            f"gives one log-prob a token, and {algorithm.policy_loss_fn} reads the most likely "
+            f"tokens, which are of the teacher's vocabulary; use on_policy_distill or jsd, or a "
+            f"teacher of the policy's family"
+        )
+    if taskset.format.image_key:
+        return f"reads no images, which {taskset.name} has; use a teacher of the policy's family"
+    return ""
 
 
 def _cannot_score_itself(e: EngineSettings, temperature: float, taskset: str) -> str:

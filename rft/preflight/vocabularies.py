@@ -28,14 +28,16 @@ def compared(plan: Plan, policy: ModelFiles | None) -> Plan:
 
 def _compared(model: AuxiliarySettings, policy: Path) -> AuxiliarySettings:
     e = model.engines[0]
-    if e.external is not None or e.engine_type == "scripted" or e.task != "generate":
+    other = e.external is not None or e.engine_type == "scripted" or e.task != "generate"
+    if other or e.policy_tokenizer is not None:
         return model
     difference = difference_of(policy, Path(e.tokenizer_path or e.model_path))
     if not difference:
         return model
     text = (
         f"auxiliary model {model.name} has another tokenizer than the policy ({difference}), so it "
-        f"cannot score the policy's tokens; use a teacher of the policy's family"
+        f"cannot score the policy's tokens; use a teacher of the policy's family, or with "
+        f"on_policy_distill or jsd write alignment: text"
     )
     return replace(model, unscorable=text)
 

@@ -65,13 +65,34 @@ _JOINTS = re.compile("[ '_]")
 _GROUPED = re.compile(r"[1-9]\d{0,2}([,.])\d{3}(?:\1\d{3})*|[1-9]\d?(?:,\d\d)+,\d{3}")
 
 _OPERAND = r"(?:[\d(√π\\]|[b-zB-HJ-Z]\b)"
-# text before a number that is part of an operation, an index, a time or a function
+# text before a number that is part of an operation, a bound, a name, a time or a function
 _PART_OF = re.compile(
-    r"(?:[\w)\]π%] ?[+*/^] ?\(?|\w_\(?|[±√] ?\(?|(?:\b[A-Za-z]|[\d%)\]]) ?- "
-    r"?|\d:|\b[a-zA-Z] ?\(|\b(?:log|ln|sin|cos|tan|exp|sqrt) ?\(?|[≤≥] ?)$"
+    r"(?:[\w)\]π%] ?[+*/^] ?\(?|\w_\(?|[±√] ?\(?|(?:\b[A-Za-z]|[\d%)\]]) ?- ?|[A-Z]-|[A-Za-z]|\d:"
+    r"|\b[a-zA-Z] ?\(|\b(?:log|ln|sin|cos|tan|exp|sqrt|mod|modulo|choose|twice|double|triple) ?\(?"
+    r"|\b(?:half|third|quarter|root|square|cube|factorial|reciprocal|logarithm) of |[≤≥] ?"
+    r"|(?<![</\w])[A-Za-z] ?[<>] ?|[<>]= ?|\\(?:leq?|geq?|lt|gt)(?:slant)? ?|\bat (?:least|most) |\bup to "
+    r"|\b(?:less|more|fewer|greater|larger|smaller|higher|lower) than )\Z"
 )
-_GOES_ON = re.compile(rf" ?(?:[+*/^] ?{_OPERAND}|[π√]|- ?{_OPERAND}|:\d| dozen\b)")
-_DENIED = re.compile(r"(?:\bnot|n't) ?$")
+# text behind a number that is part of an operation, a bound or a formula: 7x, 7(x + 1)
+_GOES_ON = re.compile(
+    rf" ?(?:[+*/^] ?{_OPERAND}|[π√]|- ?{_OPERAND}|:\d)|(?:[ABDEG-Za-rt-zα-λν-ω]|[xyz]++)(?![^\W\d_]|\.[a-z])"
+    r"|\((?=[^()]{0,50}[\d+*/^]|[a-z]\))|\+(?!\w)| (?:dozen|factorial|thirds|fourths"
+    r"|(?:fif|six|seven|eigh|nin|ten|hundred|thousand)ths|mod|modulo|choose|below|at (?:least|most)"
+    r"|(?:or|and) (?:more|less|fewer|up|over|under|above|below|greater|smaller|higher|lower))\b"
+)
+# text that denies the number behind it, or before it
+_DENIED = re.compile(
+    r"(?:\b(?:not|never|nor|neither|except|nicht|pas|не|no es|(?:other|rather) than|instead of)"
+    r"|\b(?:anything|all) but|\bcannot|n't|不是|不等于|≠|!=|\\neq?)"
+    r"(?: (?:be|equal to|equals?|exactly|quite|necessarily))* ?\Z"
+)
+_WRONG = re.compile(
+    r"(?:,? (?:which |that )?(?:is|was|would be|seems|must be|ist|est|es)(?: \w+ly)? |,? ?\(| ?是?)"
+    r"(?:(?:too|the wrong|wrong|incorrect|false|impossible|invalid|falsch|faux|incorrecto|an? (?:mistake|error))\b"
+    r"|错|不对|不正确)"
+    r"| (?:(?:is|was|would|could|can|must)(?: ?not|n't)|can't)(?: be)?"
+    r"(?: (?:it|right|correct|true|valid|possible|allowed|an? \w+|the (?:right |correct )?\w+))?(?=[.,;!\n)]|$)"
+)
 _OR = re.compile(
     r"(?: [^\W\d_]+){0,2} ?[,(]? ?(?:or|oder|ou|或者?|または|или) ?(?:maybe|perhaps|possibly)? ?"
 )
@@ -109,10 +130,23 @@ _NOTATIONS = [
         (r"\\approx(?![a-z])|[≈≃]", "="),
         (r"(= ?)- (?=\d)", r"\1-"),
         (r"(?i)(?<=\d) minus (?=\d)", " - "),
+        (r"(?i)(?<=\d) plus (?=\d)", "+"),
+        (r"(?i)(?<=\d) (?:times|multiplied by) (?=\d)", "*"),
+        (r"(?i)(?<=\d) (?:divided by|over) (?=\d)", "/"),
+        (r"(?i)(?<=\d) (?:raised )?to the power (?:of )?(?=\d)", "^"),
+        (r"(?i)(?<=\d) (squared|cubed)\b", lambda m: "^2" if m[1][0] in "sS" else "^3"),
+        (
+            r"(?i)(?<![\d.,])(\d[\d.,]*+(?: ?(?:°[CF]?|degrees?(?: celsius| fahrenheit)?))?)"
+            r" (?:below|under) (?:zero|0)\b",
+            r"-\1",
+        ),
         (r"(?i)\b(?:minus|negative) (?=[\d$.])", "-"),
         (r"\\?\{", " ("),
         (r"\\?\}", ") "),
-        (r"\b(square|cubic) ([a-z]+)", lambda m: f"{m[2]}^{2 if m[1] == 'square' else 3}"),
+        (
+            r"\b(square|cubic) (?!root|of\b)([a-z]+)",
+            lambda m: f"{m[2]}^{2 if m[1] == 'square' else 3}",
+        ),
         (r"(?<=[a-z0-9]) per (?=[a-z])", "/"),
         (r"\(base 10\)", ""),
         (r" {2,}", " "),
@@ -121,6 +155,7 @@ _NOTATIONS = [
 # text that some notation rewrites
 _MARKS = re.compile(
     r"[\\$*`_^{}~×·⋅∙∗÷≈≃]|\d ?x ?\d|= ?- |\b(?:square|cubic|per|base|(?i:minus|negative)) "
+    r"|(?i: (?:plus|times|by|over|power|(?:below|under) zero|(?:below|under) 0|squared|cubed)\b)"
 )
 
 
@@ -138,9 +173,9 @@ class Value(NamedTuple):
             return date.fromordinal(int(self.amount)).isoformat()
         return f"{self.amount} {self.dimension.strip('%')}".strip()
 
-    def same(self, other: Value) -> bool:
+    def same(self, other: Value, *, percent_is_number: bool = True) -> bool:
         """Return whether both are one value.  A missing unit is taken from the other value; 50%
-        equals 1/2.
+        equals 1/2, and also 50 unless `percent_is_number` is False.
         """
         dimensions = {self.dimension, other.dimension}
         if self.amount == other.amount and (len(dimensions) == 1 or dimensions == {"", "%"}):
@@ -149,6 +184,7 @@ class Value(NamedTuple):
             len(dimensions) == 2
             and "" in dimensions
             and "date" not in dimensions
+            and (percent_is_number or "%" not in dimensions)
             and self.number == other.number
         )
 
@@ -186,7 +222,9 @@ def _read_whole(text: str, noun: bool) -> Value | None:
     rest = _NOUN if noun else _END
     return (
         places[0].value
-        if rest.fullmatch(text, places[0].end) and not _is_part(text, places[0])
+        if rest.fullmatch(text, places[0].end)
+        and not _is_part(text, places[0])
+        and not _is_denied(text, places[0])
         else None
     )
 
@@ -245,7 +283,7 @@ def _places(text: str) -> list[_Place]:
 
 
 def _at(text: str, index: int) -> Value | None:
-    places = [place for place in _places(text) if not _DENIED.search(_before(text, place))]
+    places = [place for place in _places(text) if not _is_denied(text, place)]
     if not places or _is_part(text, places[index]):
         return None
     value = places[index].value
@@ -264,12 +302,17 @@ def _at(text: str, index: int) -> Value | None:
 
 
 def _is_part(text: str, place: _Place) -> bool:
-    """Return whether the number at `place` belongs to an operation, an index, a time or a function."""
+    """Return whether the number at `place` belongs to a formula, a bound, a name or a time."""
     return bool(_PART_OF.search(_before(text, place)) or _GOES_ON.match(text, place.end))
 
 
+def _is_denied(text: str, place: _Place) -> bool:
+    """Return whether the text says that the number at `place` is wrong."""
+    return bool(_DENIED.search(_before(text, place)) or _WRONG.match(text, place.end))
+
+
 def _before(text: str, place: _Place) -> str:
-    return text[max(0, place.start - 9) : place.start]
+    return text[max(0, place.start - 30) : place.start]
 
 
 def _is_list(text: str, places: list[_Place], index: int) -> bool:

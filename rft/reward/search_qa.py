@@ -52,13 +52,13 @@ def targets(task: Task) -> list[str]:
 
 
 def same_answer(text: str, gold: str) -> bool:
-    """Return whether two short answers are one value, or one text up to case, articles and
-    punctuation.
+    """Return whether two short answers are one value (50% is not 50), or one text up to case,
+    articles and punctuation.
     """
     value = whole_value(text, noun=False)
     gold_value = whole_value(gold, noun=False)
     if value is not None and gold_value is not None:
-        return value.same(gold_value)
+        return value.same(gold_value, percent_is_number=False)
     return without_articles(text) == without_articles(gold) != ""
 
 

@@ -65,7 +65,8 @@ class OwnTransport(Transport, Protocol):
     def fetch(manifest: WeightManifest) -> bytearray | memoryview:
         """Return a version's bytes in the manifest's layout; called in each engine worker.
 
-        The worker compares them with the manifest's hashes.  `manifest.version.published` is the
-        version given to `stage`; a repeated attempt to serve it changes `manifest.version` alone.
+        The worker compares them with the manifest's hashes.  `manifest.version.published` (without
+        the attempt) is the version given to `stage`; a repeated attempt to serve it changes
+        `manifest.version` alone.
         """
         ...

@@ -1,7 +1,7 @@
 """The state of the gate: which explore batches may start, and which rows may be trained.
 
 Depends on the schedule and the versions, not on engines; no waits or IO.  Invariant: rows may be
-trained only if the attempt to serve their weights that generated them was verified.
+trained only if the attempt (to serve a version) that generated them was verified.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from rft.types.ids import Version
 
 
 class GateState:
-    """State of the gate; `start`: the first version of the run."""
+    """State of the gate; `first`: the first version of the run."""
 
-    def __init__(self, schedule: Schedule, start: Version) -> None:
+    def __init__(self, schedule: Schedule, first: Version) -> None:
         self.schedule = schedule
-        self._lineage = start.lineage
+        self._lineage = first.lineage
         self.loaded: Version | None = None  # in all engines, verified or not
         self.verified: Version | None = None  # the newest verified version
         self._verified: set[Version] = set()
         self._rejected: set[Version] = set()
-        self.trained_step = start.step
+        self.trained_step = first.step
         self.finished = False
         # the trainer's wait for rows, between two steps; a later wait is another object
         self.trainer_wait: object | None = None
         self.num_groups = 0  # groups in progress, if each needs a permission
-        self.blocked = False  # a version waits for these groups to end, so no other one starts
-        self._ahead = 0  # explore batches that steps short of rows have taken early
+        self.blocked = False  # a version waits for these groups to end, so no other group starts
+        self._ahead = 0  # explore batches begun early because a step lacked rows
         self._exploring: set[int] = set()  # batches in progress
         self._requests: dict[int, int] = {}  # waiting batch -> step of the weights loaded then
 
@@ -56,6 +56,7 @@ class GateState:
         """
         if self.finished or self.loaded is None:
             return self.finished
+        # the newest step that is trained or, unless the trainer waits, in training
         newest = self.trained_step + (self.trainer_wait is None)
         return self._allows(batch, group, self.loaded.step, newest)
 

@@ -1,7 +1,8 @@
 """Decide which train steps publish their weights, and which weights an explore batch needs.
 
 Pure arithmetic: depends on no clock, engine or buffer.  Invariant: in every style the staleness of
-a trained row is at most `staleness_bound`, and explorer and trainer never wait for each other.
+a trained row is at most `staleness_bound`, and explorer and trainer never wait for each other at
+the same time.
 
 k: the interval, s: the offset.  Batch e (from 0) feeds the steps f(e) + 1 to l(e) + 1; with one
 batch for each step, f(e) = l(e) = e.
@@ -9,14 +10,14 @@ batch for each step, f(e) = l(e) = e.
     style             step t publishes         explore batch e waits for
     fixed             t is a multiple of k     weights of step >= k * floor((f(e) - s) / k)
     trainer_driven    t is a multiple of k     nothing
-    explorer_driven   an explorer waits for t  if e = s + k, s + 2k, ...: weights newer than those of
-                                               its request, unless no step is newer or in training
+    explorer_driven   an explorer waits for t  if e = s + k, s + 2k, ...: weights newer than at its
+                                               request, if any step is newer or in training
     fully_async       t is a multiple of k     its quota, see below
 
 With `max_staleness` batch e also waits for weights of step >= l(e) - max_staleness (in style fixed
-the first rule implies it).  The steps below f(e) + 1 need no batch e, and the newest version among
-them is at least that of step f(e) + 1 - k; so a `max_staleness` below k - 1, plus the steps over
-which a batch is spread, could deadlock and is refused.
+the first rule implies it).  Before batch e is trained, the newest version is at least that of step
+f(e) + 1 - k.  A `max_staleness` that asks for a newer one (below k - 1, plus the steps over which a
+batch is spread) could deadlock and is refused.
 
 fixed: batch e is trained when f(e) steps are done, so its staleness is at most f(e) - k *
 floor((f(e) - s) / k) <= s + k - 1.
@@ -199,8 +200,8 @@ class Schedule:
         return max(self.start_step, required)
 
     def first_after(self, step: int) -> int | None:
-        """Return the first explore batch that may be complete only after `step` was trained and a
-        later version published.
+        """Return the first explore batch that needs a version newer than all those published before
+        `step` is trained.
 
         None = no such batch.
         """
@@ -236,7 +237,7 @@ class Schedule:
 
         If the explorer requests weights first (`syncs_before`): `prior` = step of its weights at
         the request, `newest` = newest step that is trained or in training.  `ahead` = explore
-        batches that steps short of rows have taken early.
+        batches begun early because a step lacked rows.
         """
         if published_step < self.required_step(max(0, batch - ahead), group):
             return False
@@ -245,7 +246,7 @@ class Schedule:
     # ------------------------------------------------------------ must step t publish?
 
     def must_publish(self, step: int, *, requested: bool = False) -> bool:
-        """Return whether to publish the weights of `step`; a run's last step is always published.
+        """Return whether to publish the weights of `step` (`Trainer._finish` publishes the last).
 
         `requested`: an explorer waits for them; only explorer_driven reads it.
         """

@@ -51,16 +51,17 @@ SyncStyle = Annotated[
 
 
 class NcclConfig(Section):
-    """The broadcast of sync_method nccl."""
+    """The broadcast of sync_method nccl.  A `safe_key` may change when a run is resumed."""
 
     bucketed_broadcast: bool = safe_key(
         True, "Send the weights in buckets instead of tensor by tensor."
     )
     overlap_broadcast_and_load: bool = safe_key(
-        False, "Receive the next bucket while one is verified; load the model when all are there."
+        False,
+        "Receive the next bucket while one is verified; the load begins when all are there.",
     )
     bucket_size_mb: int = safe_key(
-        1024, "Size of a bucket; a larger tensor is sent alone.", unit="MB", ge=1
+        1024, "Size of a bucket; a larger tensor is sent alone.", unit="MiB", ge=1
     )
 
     @property

@@ -138,7 +138,9 @@ class Synchronizer:
             self._waits.raise_failure()
 
     async def _attempt(self, manifest: WeightManifest) -> list[Metric]:
-        """Try once; batches may start when the engines are open, before the canary is verified."""
+        """Try once; batches may start once the engines have answered the probes, before the trainer
+        verifies the answers.
+        """
 
         async def open_gate() -> None:
             self._gate.loaded = manifest.version

@@ -3,7 +3,7 @@ they do not.
 
     update:   pause -> load and check the reports -> resume -> answer the canary's probes, then
               explorers may begin with the version -> the trainer verifies the answers
-    rolling:  drain -> the same -> admit, a few engines after the other,
+    rolling:  drain -> the same -> admit, a few engines at a time,
               while the others serve the previous version
     restore:  pause -> load the previous version -> resume -> compare the probes with its earlier
               ones -> admit
@@ -44,8 +44,8 @@ from rft.types.metrics import Metric
 from rft.types.ports import LoadReport, Sender, WeightManifest
 
 log = logging.getLogger(__name__)
-# error of a packed layer's output, relative to its scale
-PROBE_LIMIT = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+# allowed error of a fused layer's output, relative to its scale
+LAYER_LIMIT = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 Ask = Callable[[int, WeightManifest], Awaitable[LoadReport]]
 
 
@@ -377,7 +377,7 @@ class WeightUpdates:
             ) from e
 
     def _objection(self, report: LoadReport, manifest: WeightManifest) -> str:
-        limit = PROBE_LIMIT.get(self._runtime.engine_dtype, PROBE_LIMIT["bfloat16"])
+        limit = LAYER_LIMIT.get(self._runtime.engine_dtype, LAYER_LIMIT["bfloat16"])
         if report.failed:
             return report.failed
         if report.bad_hash:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -22,7 +22,7 @@ import xxhash
 from rft.errors import ConfigError, SetupError
 from rft.files.disk import read_regular
 from rft.files.strict_json import parse_json
-from rft.images.processor import ImageProcessor
+from rft.images.processor import ImageProcessor, PreparedImage
 from rft.taskset import parallel, template_worker
 from rft.taskset.settings import PromptLimit, TasksetSettings
 from rft.types import modelfiles
@@ -396,7 +396,9 @@ def _chats(
     tasks: Iterable[Task], settings: TasksetSettings, limit: PromptLimit
 ) -> Iterator[tuple[int, list[Any], list[Any], int]]:
     """Yield (row, messages, tools, tokens of its images beyond their placeholders)."""
-    images = _ImageTokens(settings, limit)
+    folder = limit.weights_path or limit.model_path
+    images = ImageTokens(settings, folder, limit.image_processor_args)
+    files = _opened(limit.model_path)
     for task in tasks:
         try:
             messages = task.chat()
@@ -406,41 +408,44 @@ def _chats(
             raise ConfigError(
                 str(e), key=f"taskset {settings.name}.filter_overlong_prompts", given=True
             ) from None
-        yield task.index, messages, list(task.tools), images.of(task)
+        yield task.index, messages, list(task.tools), images.beyond(task, files)
 
 
-class _ImageTokens:
-    """Counts the tokens that images take beyond their placeholders."""
+class ImageTokens:
+    """Reads the images of tasks as the engine does."""
 
-    def __init__(self, settings: TasksetSettings, limit: PromptLimit) -> None:
+    def __init__(self, settings: TasksetSettings, folder: str, args: Mapping[str, Any]) -> None:
+        """`folder`: of the model, with its image processor."""
         self._settings = settings
-        self._limit = limit
+        self._folder = folder
+        self._args = args
         self._processor: ImageProcessor | None = None
 
-    def of(self, task: Task) -> int:
-        """Raises ConfigError that names the row, for a model of texts too."""
+    def read(self, task: Task) -> dict[str, PreparedImage]:
+        """Return the images by name.  Raises ConfigError that names the row, for a model of texts too."""
         if not task.images:
-            return 0
-        folder = self._limit.weights_path or self._limit.model_path
+            return {}
         try:
             if self._processor is None:
-                self._processor = ImageProcessor.of_model(
-                    folder, args=self._limit.image_processor_args
-                )
+                self._processor = ImageProcessor.of_model(self._folder, args=self._args)
             if self._processor is None:
                 raise ValueError(
-                    f"it shows images, and {folder} is no model of a family that is offered with "
-                    f"images"
+                    f"it shows images, and {self._folder} is no model of a family that is offered "
+                    f"with images"
                 )
-            texts = {x.sha256: self._processor.process(x.data).text for x in task.images}
+            return {x.sha256: self._processor.process(x.data) for x in task.images}
         except (ValueError, SetupError) as e:
             raise ConfigError(
                 f"row {task.index} of {self._settings.path}: {e}",
                 key=f"taskset {self._settings.name}.format.image_key",
                 given=self._settings.format.image_key or None,
             ) from None
-        files = _opened(self._limit.model_path)
-        return sum(files.count_tokens(texts[name]) - 1 for name in names_in(task.messages))
+
+    def beyond(self, task: Task, files: ChatFiles) -> int:
+        """Return the tokens that images take beyond their placeholders.  Raises as `read`."""
+        images = self.read(task)
+        tokens = {name: files.count_tokens(image.text) for name, image in images.items()}
+        return sum(tokens[name] - 1 for name in names_in(task.messages))
 
 
 def count(limit: dict[str, Any], chats: list[Any]) -> list[int]:

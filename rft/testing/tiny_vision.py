@@ -40,8 +40,8 @@ _TEXT = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,  # of 32 numbers each: vLLM's attention on CPUs has no smaller ones
+    "num_key_value_heads": 1,
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
     "pad_token_id": 0,
@@ -76,6 +76,11 @@ def make(folder: Path, family: str = "qwen2_5_vl", *, seed: int = 0) -> Path:
     model.generation_config = GenerationConfig(pad_token_id=0, bos_token_id=1, eos_token_id=2)
     model.save_pretrained(aside)
     words.save_pretrained(aside)
+    if gemma:  # names that transformers' own processor, which vLLM loads, asks for
+        page = aside / "tokenizer_config.json"
+        named = dict(zip(("boi_token", "eoi_token", "image_token"), added, strict=True))
+        written = {**json.loads(page.read_text()), "extra_special_tokens": named}
+        page.write_text(json.dumps(written))
     processor = {"do_convert_rgb": True, **_CLIP, **parts["processor"]}
     (aside / "preprocessor_config.json").write_text(json.dumps(processor))
     shutil.rmtree(folder, ignore_errors=True)
@@ -91,7 +96,7 @@ def _parts(family: str, ids: dict[str, int], vocab_size: int) -> dict[str, dict[
 
 
 def _gemma(text: dict[str, Any], ids: dict[str, int]) -> dict[str, dict[str, Any]]:
-    text |= {"head_dim": 16, "sliding_window": 32, "query_pre_attn_scalar": 16}
+    text |= {"head_dim": 32, "sliding_window": 32, "query_pre_attn_scalar": 32}
     vision = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -125,10 +130,10 @@ def _qwen(family: str, text: dict[str, Any], ids: dict[str, int]) -> dict[str, d
         "spatial_merge_size": 2,
         **patches,
     }
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4]}
     if family == "qwen3_vl":
         vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
-        text |= {"head_dim": 16, "rope_parameters": {**rope, "mrope_interleaved": True}}
+        text |= {"head_dim": 32, "rope_parameters": {**rope, "mrope_interleaved": True}}
     else:
         text["rope_parameters"] = rope
         if family == "qwen2_vl":

@@ -222,6 +222,8 @@ class LearnerSettings:
     attn_implementation: str = "auto"
     trust_remote_code: bool = False
     external_lib: str | None = None  # module imported before the model is loaded
+    # entries that replace those of preprocessor_config.json
+    image_processor_args: dict[str, Any] = field(default_factory=dict)
     # entries that replace those of config.json
     override_config: dict[str, Any] = field(default_factory=dict)
     offload_policy: bool = False  # parameters, gradients and optimizer state live on the host

@@ -59,13 +59,13 @@ class Experience(Struct, frozen=True, kw_only=True):
     reason: str = ""
     finish_reason: str = ""
     tokens: np.ndarray  # int32 [T]
-    loss_mask: np.ndarray  # bool [T], True where the policy's own tokens are trained
+    loss_mask: np.ndarray  # bool [T], True where tokens are trained
     logprobs: np.ndarray  # float32 [T], of the sampling policy; 0 where loss_mask is False
     has_logprobs: bool = True  # False: from an external server that reports none
     version_spans: tuple[VersionSpan, ...] = ()  # which weights wrote which of the T tokens
     sampling: tuple[SamplingRecord, ...] = ()
     reward: float | None = None  # None = not scored; never trained
-    credit: Credit = "run"  # what the reward is of: the whole run, or the row's own calls ("step")
+    credit: Credit = "run"  # what was scored: the whole run, or the row's own calls ("step")
     reward_parts: dict[str, float] = field(default_factory=dict)
     token_rewards: np.ndarray | None = (
         None  # float32 [T]; token-level advantages read it, not `reward`
@@ -73,11 +73,12 @@ class Experience(Struct, frozen=True, kw_only=True):
     teacher_logprobs: np.ndarray | None = None  # float32 [T]
     # versions of the teacher that scored the tokens; lineage 1, step 0 for fixed weights
     teacher_spans: tuple[VersionSpan, ...] = ()
-    # the teacher's k most likely tokens at each of the R tokens of `teacher_spans`, see TokenScores
+    # the teacher's k most likely tokens at each of the R tokens of `teacher_spans`; their
+    # log-probs, and last that of all other tokens together
     teacher_top_ids: np.ndarray | None = None  # int32 [R, k]
     teacher_top_logprobs: np.ndarray | None = None  # float16 [R, k + 1]
-    # uint8 or uint16 [P, layers, experts]: the experts to which the engine's mixture-of-experts
-    # layers routed the first P <= T tokens, see rft.types.experts
+    # MoE (unlike `is_expert`), uint8 or uint16 [P, layers, experts]: the experts to which the
+    # engine's layers routed the first P <= T tokens, see rft.types.experts
     routed_experts: np.ndarray | None = None
     images: tuple[ImagePlace, ...] = ()  # in their order among the tokens
     is_expert: bool = False  # a demonstration, not sampled by the policy
@@ -138,7 +139,7 @@ class Experience(Struct, frozen=True, kw_only=True):
 
 
 class Demonstration(Struct, frozen=True, kw_only=True):
-    """A sequence to imitate (sft, cpt).
+    """An offline sequence to imitate (sft, cpt).
 
     T tokens; `loss_mask` marks the trained ones.
     """
@@ -154,7 +155,7 @@ class Demonstration(Struct, frozen=True, kw_only=True):
 
 
 class LabelledAnswer(Demonstration, frozen=True, kw_only=True):
-    """A prompt and an answer, the trained tokens, that is good or bad (kto)."""
+    """A prompt and a good or bad answer, whose tokens are trained (kto)."""
 
     label: bool
 
@@ -348,7 +349,7 @@ def check(x: Experience) -> None:
 
 
 def _check_top(ids: np.ndarray | None, logprobs: np.ndarray | None, count: int) -> None:
-    """Raise ValueError unless both arrays describe k different tokens at each of `count` ones."""
+    """Raise ValueError unless both arrays describe k different tokens at each of `count` tokens."""
     k = ids.shape[1] if ids is not None and ids.ndim == 2 else 0
     if ids is None or ids.dtype != INT32 or ids.shape != (count, k) or not k:
         raise ValueError(f"teacher_top_ids: must be int32 [{count}, k]")

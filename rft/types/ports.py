@@ -1,7 +1,7 @@
 """Protocols between packages, which `rft/launch` connects across Ray or inside one process.
 
-Every call is awaited, every wait inside has a deadline and a name.  No port carries a Ray handle or
-a torch tensor.
+Every call is awaited; every wait has a name and, inside or at the caller, a deadline.  No port
+carries a Ray handle or a torch tensor.
 """
 
 from __future__ import annotations
@@ -226,7 +226,8 @@ class LoadReport(Struct, frozen=True, kw_only=True):
     bad_hash: tuple[str, ...] = ()
     failed: str = ""  # error of the transport
     probed_layers: int = 0
-    # max abs difference of packed layers to the published weights, relative to the output's scale
+    # `probe_*`: not of the canary's probes.  Fused layers are tried on random inputs: their largest
+    # difference to the published weights, relative to the output's scale
     probe_error: float = 0.0
     probe_worst: str = ""  # the layer with that difference
     moved_bytes: int = 0  # transferred for it
@@ -269,12 +270,15 @@ class Sender(Protocol):
 class ScoreRow(Struct, frozen=True, kw_only=True):
     """Tokens to score, from `prompt_length` on.
 
-    `prompt`: the engine renders it and puts its tokens first; `prompt_length` is 0 then.
+    `prompt`: the engine renders it and puts its tokens first; `prompt_length` is 0 then.  `chat`
+    and `logprobs` are for a teacher with another tokenizer (`rft.engine.spans`).
     """
 
     tokens: np.ndarray  # int32 [T]
     prompt_length: int
     prompt: GenerateRequest | None = None
+    chat: GenerateRequest | None = None  # the prompt of the tokens as messages
+    logprobs: np.ndarray | None = None  # float32 [R], those of the policy that wrote the tokens
     top: int = 0  # also return so many most likely tokens at each position
     temperature: float = 1.0
     routed_experts: np.ndarray | None = None  # replace the router's choice, see rft.types.experts
@@ -335,15 +339,15 @@ class ExploreGate(Protocol):
     ) -> Assignment | str:
         """Wait for the next batch that may begin, or for the reason (a text) that none will.
 
-        `lag`: all batches but the last `lag` before it must be closed, because its tasks depend on
-        them (None: they do not).  `fingerprint`: of the task order, which all explorers share.
-        `total`: number of batches in that order (None: endless).  Raises ConfigError when another
-        explorer has another order.
+        `lag`: all batches before the next but the last `lag` must be closed, because its tasks
+        depend on them (None: they do not).  `fingerprint`: of the task order, which all explorers
+        share. `total`: number of batches in that order (None: endless).  Raises ConfigError when
+        another explorer has another order.
         """
         ...
 
     async def wait_verified(self, version: Version) -> bool:
-        """Wait for the canary of `version`; False if it failed and its rows never count."""
+        """Wait for the canary of `version`; False if it failed and its rows are never trained."""
         ...
 
     async def acquire_group(self, batch: int, group: int | None) -> bool:
@@ -381,7 +385,7 @@ class StoredGroup(Struct, frozen=True, array_like=True):
 
 
 class TaskOutcome(Struct, frozen=True, array_like=True):
-    """Pass rate of one task of a closed explore batch; task selectors use it."""
+    """Mean reward of one task of a closed explore batch; task selectors use it as its pass rate."""
 
     batch: int
     task: int  # number in the batch
@@ -400,8 +404,8 @@ class GroupStats(Struct, frozen=True, kw_only=True):
     """Statistics of all scored rows of a group, frozen at the lease (`rft.types.credit`).
 
     `rewards`, `runs`, `steps`, `lengths`, `credits` and `parts` have one entry per row, by run,
-    attempt and step, including rows that were filtered out or leased elsewhere.  `mean` and `std` (unbiased, 0
-    for one) are over runs, not rows.
+    attempt and step, including rows that were filtered out or leased elsewhere.
+    `mean` and `std` (unbiased, 0 for one) are over runs, not rows.
     """
 
     group: str  # text form of GroupId
@@ -422,10 +426,10 @@ class Lease(Struct, frozen=True, kw_only=True):
     """
 
     step: int
-    frame: bytes  # block of the leased experiences, see types.block
+    frame: bytes  # the leased experiences, encoded, see types.block
     images: dict[str, bytes] = field(default_factory=dict)  # files of their images, by sha256
     groups: tuple[GroupStats, ...]
-    available_after: int = 0
+    available_after: int = 0  # rows that further steps may lease
     missing: int = 0  # groups (or rows) short of the request; only with on_short_batch: train
 
 
@@ -449,7 +453,7 @@ class BufferWriter(Protocol):
         reason: str = "",
         images: Mapping[str, bytes] = NO_IMAGES,
     ) -> AppendResult:
-        """Append one group (a block, with header rows of failed runs), and the files of its images.
+        """Append one group (encoded rows; a failed run is one without tokens) and its image files.
 
         Returns when durable.
 
@@ -526,7 +530,7 @@ class BufferReader(Protocol):
         ...
 
     async def discard(self, step: int, reason: str) -> None:
-        """Explain the rows of the lease of `step`, which is never trained (e.g. "nonfinite")."""
+        """Discard the rows of the lease of `step`, which is never trained (e.g. "nonfinite")."""
         ...
 
     async def consumption(self, step: int) -> Consumption:

@@ -52,7 +52,7 @@ def contained(what: str) -> Iterator[None]:
 
 
 def last_lines(error: BaseException) -> str:
-    """Return the end of `own_lines` without secrets, for failed records."""
+    """Return the end of `own_lines` without secrets, for failed rows."""
     return "\n".join(redact(own_lines(error)).splitlines()[-12:])
 
 

@@ -41,7 +41,7 @@ from rft.workflow.tools import missing
 
 _TAIL = 16 << 10  # last bytes of a program's output in the record
 _CLOSE_S = 5.0  # time for a killed program and its children to end
-_ERROR_CHARS = 2000  # of its error output in a failed record
+_ERROR_CHARS = 2000  # of its error output in a failed row
 # environment variables that a program inherits; others may hold keys
 _PASSED_ON = re.compile(
     r"PATH|PYTHONPATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ|TERM|TMPDIR|VIRTUAL_ENV|LD_LIBRARY_PATH|SSL_CERT_\w+|REQUESTS_CA_BUNDLE|NO_PROXY|no_proxy"

@@ -1,6 +1,6 @@
 """The interface of a workflow: a task and a context in, a transcript out.
 
-A workflow is a class whose method `run`, async or not, performs one run; each call gets a new
+A workflow is a class whose method `run`, async or not, performs one run; each run gets a new
 object.  Independent of buffer and trainer.
 
     @register.workflow("my_workflow")
@@ -43,7 +43,7 @@ class Workflow(Provider):
     Override `run`, or `run_group` to perform all runs of a task at once.  Attributes of the class:
 
     - `isolated` (True or an `Isolation`): perform each run in a separate process
-    - `needs`: {required library: the extra of `rft` that installs it}
+    - `needs`: {required library: the pip extra of `rft` that installs it}
     - `gives`: fields of the experiences that `run` sets for algorithms ("info.NAME" or a field); or
       a static method that returns them for given `workflow_args`
     - `scores_itself`: sets every score; the taskset must not name a reward
@@ -81,10 +81,10 @@ class RunContext:
     """The models of one run: the policy, with the task's sampling arguments, and the auxiliary
     models by name.
 
-    Every call of the policy is recorded; `transcript()` returns the calls in order.  A call whose
-    messages begin with those of an earlier call and its answer reuses that call's tokens; nothing
-    is tokenised twice.  `seed(turn)` is the seed of each call in a deterministic run; without it
-    the engine draws one.
+    Every call by `chat` or `sample` is recorded; `transcript()` returns the calls in order.  A call
+    whose messages begin with those of an earlier call and its answer reuses that call's tokens;
+    nothing is tokenised twice.  `seed(number)` is the seed of the run's request of this number in a
+    deterministic run; without it the engine draws one.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class RunContext:
         self.request_id = request_id
         self.seed = seed
         self.models = models
-        self.teacher_top = teacher_top  # most likely tokens of a teacher that the algorithm reads
+        self.teacher_top = teacher_top  # how many of a teacher's likeliest tokens are read
 
     @property
     def policy(self) -> ChatModel:
@@ -177,9 +177,9 @@ class RunContext:
         numbered: bool = True,
         **overrides: Any,
     ) -> GenerateRequest:
-        """Build the request of the run's next call; its number decides its seed.
+        """Build the run's next request; the number of the request decides its seed.
 
-        `numbered` False: the call is not one of the run's, so it takes no number.
+        `numbered` False: the request is not one of the run's, so it takes no number.
         """
         sampling = self._task.sampling
         if "max_tokens" in overrides:  # less than the task's min_tokens is allowed
@@ -278,41 +278,43 @@ class RunContext:
         """Record what a teacher says of tokens that the policy wrote, at the temperature of their
         call.
 
-        `name`: an auxiliary model, which must have the policy's tokenizer, or "self": the policy,
-        with the weights that it serves.  The teacher scores every call that has no teacher yet, or
-        that of `completion`, behind the call's own prompt.  With `messages` it scores `completion`
-        (None: the last call's) behind this other prompt, which its template renders and which is
-        never trained; `arguments` as in `request`.  Raises KeyError for an unknown name, ValueError
-        for what cannot be taught, PromptTooLong, and TeacherLate.
+        `name`: an auxiliary model, with the policy's tokenizer or `alignment: text`, or "self": the
+        policy, with the weights that it serves.  The teacher scores every call that has no teacher
+        yet, or that of `completion`, after the call's own prompt.  With `messages` it scores
+        `completion` (None: the last call's) after this other prompt, which its template renders and
+        which is never trained; `arguments` as in `request`.  Raises KeyError for an unknown name,
+        ValueError for what cannot be taught, PromptTooLong, and TeacherLate.
         """
         teacher = self._model if name == SELF else self.model(name)
         if completion is None and not messages:
             turns = [i for i, turn in enumerate(self._turns) if turn.teacher is None]
         else:
-            turns = [self._turn_of(completion)]
+            turns = [self._index_of(completion)]
         for i in turns:
             turn = self._turns[i]
             c = turn.completion
             prompt = None
             if messages:
-                prompt = self._told(name, turn, messages, arguments)
+                prompt = self._teacher_request(name, turn, messages, arguments)
             row = ScoreRow(
                 tokens=_tokens(c) if prompt is None else c.tokens,
                 prompt_length=len(c.prompt_tokens) if prompt is None else 0,
                 prompt=prompt,
+                chat=self._chat_request(turn) if prompt is None and name != SELF else None,
+                logprobs=None if name == SELF else c.logprobs,
                 top=self.teacher_top,
                 temperature=c.sampling.temperature or 1.0,  # 1 for greedy tokens
             )
             try:
                 scores = await teacher.score(row)
             except PromptTooLong as e:
-                what = f"the prompt for teacher {name!r} of an answer of {len(c.tokens)} tokens"
+                what = f"the prompt for teacher {name!r} with an answer of {len(c.tokens)} tokens"
                 raise PromptTooLong(e.tokens, e.limit, what) from e
             except DeadlineExceeded as e:
                 raise TeacherLate(f"teacher {name!r}: {e}") from e
             self._turns[i] = msgspec.structs.replace(turn, teacher=scores)
 
-    def _turn_of(self, completion: Completion | None) -> int:
+    def _index_of(self, completion: Completion | None) -> int:
         """Return the number of the call with this completion, or of the last call."""
         if not self._turns:
             raise ValueError("teach: there is no model call to teach yet")
@@ -323,7 +325,17 @@ class RunContext:
             raise ValueError("teach: the completion is of no call of this run")
         return numbers[0]
 
-    def _told(
+    def _chat_request(self, turn: Turn) -> GenerateRequest | None:
+        """Return a call's prompt for another template; None if it has no messages, or images."""
+        if not turn.messages or turn.images:
+            return None
+        return GenerateRequest(
+            messages=turn.messages,
+            tools=turn.tools,
+            chat_template_args=self._task.chat_template_args,
+        )
+
+    def _teacher_request(
         self, name: str, turn: Turn, messages: Sequence[dict[str, Any]], arguments: dict[str, Any]
     ) -> GenerateRequest:
         """Build the teacher's prompt.  Raises ValueError if the call's own prompt says all of it:
@@ -387,7 +399,7 @@ def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(message, Mapping):
         raise TypeError(
-            f"a message must be a dict with role and content, not {type(message).__name__}; of an "
+            f"a message must be a dict with role and content, not {type(message).__name__}; for an "
             f"answer: answer.message"
         )
     content = message.get("content")

@@ -27,7 +27,7 @@ _LAYOUTS = get_args(Layout)
 
 
 class RunError(Exception):
-    """A run ended without a usable transcript; the message is the record's reason."""
+    """A run ended without a usable transcript; the message is the failed row's reason."""
 
 
 class BlockingContext:

@@ -84,7 +84,7 @@ class PlayedGroup:
         return ": ".join(filter(None, (self.reason, first)))
 
     def refused(self, detail: str, *, reason: str = "rejected", traceback: str = "") -> PlayedGroup:
-        """Return the group with every run as a failed record, for rows that cannot be stored."""
+        """Return the group with every run as a failed row, for rows that cannot be stored."""
         info = {"traceback": _unicode(traceback)} if traceback else None
         runs = tuple(
             replace(
@@ -350,7 +350,7 @@ class _GroupPlay:
         for run in unscored:
             if run.error is None:
                 run = replace(run, error=RunError(_ENDED[self._cut]), ended=self._cut)
-            played.append(self._runs.record(run))
+            played.append(self._runs.make_rows(run))
         return sorted(played, key=lambda r: r.experiences[0].id.run)
 
     def _cut_run(self, run: int) -> Run:

@@ -48,7 +48,7 @@ from rft.workflow.isolation_wire import (
 
 
 class IsolatedRunFailed(Exception):
-    """A run failed in its process; the message is the record's reason."""
+    """A run failed in its process; the message is the failed row's reason."""
 
 
 class IsolatedRuns:

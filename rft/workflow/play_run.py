@@ -1,9 +1,10 @@
 """Perform one run of a task, score it and build its rows: complete, truncated, or failed with a
 reason.
 
-An error of user code becomes a failed row; an error of `rft` itself (a dead engine, a failed sync)
-is raised.
-Invariant: a run yields at least one row, within (retries + 1) x the deadline.
+An error of user code becomes a failed row; an error of `rft` itself (an engine that cannot be
+restarted, a failed sync) is raised.
+Invariant: a run yields at least one row, within (retries + 2) x the deadline: the attempts, then
+the reward.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class RunLimits:
     `whole_groups`: a group that misses a run is not trained; else half of its runs, and at least
     two, are enough.  `stop_hopeless`: end the other runs of a group once too many have failed.
     `reproducible`: a trainer must be able to recompute the sampling distribution; `sampled`: tokens
-    must be sampled, not chosen greedily.  `teacher_top`: most likely tokens of a teacher that are
-    kept at each position.
+    must be sampled, not chosen greedily.  `teacher_top`: how many of a teacher's likeliest tokens
+    are kept at each position.
     """
 
     max_timeout_s: float
@@ -108,7 +109,7 @@ class Run:
 
 @dataclass(frozen=True)
 class TaskRuns:
-    """Performs and scores the runs of one task.  Every method raises RftError only."""
+    """Performs and scores the runs of one task.  Methods but `reward` raise RftError only."""
 
     task: Task
     recipe: Recipe
@@ -154,7 +155,9 @@ class TaskRuns:
         return runs
 
     async def reward(self, transcript: Transcript) -> Score:
-        """Score an unfinished run for its workflow.  Raises ValueError without a reward of runs."""
+        """Call the reward for one run, finished or not.  Raises ValueError without such a reward,
+        and the errors of user code.
+        """
         reward = self.recipe.reward
         if reward is None or reward.whole_group:
             what = (
@@ -172,7 +175,7 @@ class TaskRuns:
         start = time.monotonic()
         transcript = run.transcript
         if transcript is None:
-            return self.record(run)
+            return self.make_rows(run)
         try:
             with exchanges.noted() as judge_exchanges:
                 score = await self._score(transcript)
@@ -183,7 +186,7 @@ class TaskRuns:
                 "reward of run %s failed", self.group.run(run.number, run.attempt), exc_info=True
             )
             run = replace(run, error=e, ended=ended_by(e))
-            return self.record(run, None, time.monotonic() - start)
+            return self.make_rows(run, None, time.monotonic() - start)
         info: dict[str, Any] = {}
         if score is not None and transcript.score is None:
             info = _gold(self.task)
@@ -192,7 +195,7 @@ class TaskRuns:
         if info:
             info |= transcript.info
             run = replace(run, transcript=msgspec.structs.replace(transcript, info=info))
-        return self.record(run, score, time.monotonic() - start)
+        return self.make_rows(run, score, time.monotonic() - start)
 
     async def score_together(self, runs: Sequence[Run]) -> list[PlayedRun]:
         """Score the runs of a task that have a transcript with one call of a group reward."""
@@ -214,15 +217,16 @@ class TaskRuns:
             except Exception as e:
                 error = e
         seconds = time.monotonic() - start
-        records = []
+        played_runs = []
         for run in runs:
             scored = run.number in played
             if scored and error is not None:
                 run = replace(run, error=error, ended=ended_by(error))
-            records.append(self.record(run, scores.get(run.number), seconds if scored else 0.0))
-        return records
+            reward_s = seconds if scored else 0.0
+            played_runs.append(self.make_rows(run, scores.get(run.number), reward_s))
+        return played_runs
 
-    def record(self, run: Run, score: Score | None = None, reward_s: float = 0.0) -> PlayedRun:
+    def make_rows(self, run: Run, score: Score | None = None, reward_s: float = 0.0) -> PlayedRun:
         """Make the rows of a run, or the row without tokens that has the reason of its failure."""
         error = run.error
         value: float | None = None
@@ -242,7 +246,7 @@ class TaskRuns:
                         # each score fits into storage, their sum may not
                         number(row.reward, f"the reward of the calls of {row.id}")
                 value = run_reward(run.transcript, score)
-            except Exception as e:  # records of a workflow may be inconsistent
+            except Exception as e:  # a workflow's transcript may be inconsistent
                 error = e
         if error is not None:
             rows = (self._failed(run, error),)
@@ -283,7 +287,7 @@ class TaskRuns:
                 return await play(attempt), Run(0, attempt, time.monotonic() - start)
             except RftError:
                 raise
-            except Exception as e:  # user code may raise anything; it becomes a record
+            except Exception as e:  # user code may raise anything; it becomes a failed row
                 log.debug("attempt %d of %s failed", attempt, self.group, exc_info=True)
                 if isinstance(e, PromptTooLong) or attempt >= self.limits.max_retry_times:
                     seconds = time.monotonic() - start
@@ -300,7 +304,8 @@ class TaskRuns:
     def _check(self, transcript: Any) -> None:
         """Raise RunError for an invalid transcript, and for calls that cannot be trained."""
         check_transcript(transcript, self.recipe.name)
-        if not self.task.sampling.temperature:  # a greedy baseline run is not trained
+        # a greedy baseline run, never trained; tasksets with temperature 0 are refused at the start
+        if not self.task.sampling.temperature:
             return
         limits = self.limits
         for n, s in enumerate(t.completion.sampling for t in transcript.turns):
@@ -318,14 +323,14 @@ class TaskRuns:
     async def _score(self, transcript: Transcript) -> Score | None:
         """Return the score of the whole run; None if each of its rows has a score of its own."""
         workflow = f"workflow {self.recipe.name}"
-        has_score = scored_rows(transcript)  # for each row; empty: no call has one
+        row_has_score = scored_rows(transcript)  # for each row; empty: no call has one
         if transcript.score is not None:
             score = checked(transcript.score)
-            if has_score == [True]:
+            if row_has_score == [True]:
                 _check_same(score, sum_of_scores(transcript.turns), workflow)
             return score
-        if any(has_score):
-            if not all(has_score):
+        if any(row_has_score):
+            if not all(row_has_score):
                 raise RunError(
                     f"{workflow} scored some of its calls and not others; score all, or only the "
                     f"whole run"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from rft.extras.sandbox.processes import SandboxUnavailable
 from rft.extras.sandbox.terminal_workflow import Attempt, TerminalArgs, pool
 from rft.types.runtimes import AgentRuntime, Executed, RuntimeFailed, RuntimeSpec
 from tests.attacks.table import attack
+from tests.extras.sandbox import containers
 from tests.helpers import runs
 
 LIMIT_S = 60.0
@@ -81,18 +83,26 @@ FLOODS = {
 COMPARES = "#!/bin/sh\ncmp -s out /tests/expected\necho $((!$?)) > /logs/verifier/reward.txt\n"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def offered() -> None:
+@pytest.fixture(scope="module", params=["local", pytest.param("container", marks=pytest.mark.slow)])
+def args(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TerminalArgs]:
     try:
         MachineDriver().start(RuntimeSpec()).kill()
     except SandboxUnavailable as e:
         pytest.skip(str(e))
+    made = TerminalArgs(command=["true"], sandbox=request.param)
+    if made.sandbox == "local":
+        yield made
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        engine = containers.command(patch)
+        with containers.built_images(engine, tmp_path_factory.mktemp("image")):
+            yield made
 
 
-async def _played(folder: Path, script: str) -> tuple[float, str]:
+async def _played(folder: Path, script: str, args: TerminalArgs) -> tuple[float, str]:
     """The reward of an agent that runs a script, and what it printed."""
-    args = TerminalArgs(command=["true"])
-
     task = read_task(folder)
     limit_s = task.table.agent.timeout_sec or LIMIT_S
 
@@ -113,9 +123,9 @@ def _writes(module: str) -> str:
     "–", "an agent that reads, makes, links, replaces or waits for its hidden tests", "reward 0"
 )
 @pytest.mark.parametrize("name", BEFORE)
-async def test_an_agent_goes_for_its_tests(name: str) -> None:
+async def test_an_agent_goes_for_its_tests(name: str, args: TerminalArgs) -> None:
     folder = runs.ROOT / "examples/terminal_tasks/tasks/off-by-one"
-    reward, output = await _played(folder, BEFORE[name])
+    reward, output = await _played(folder, BEFORE[name], args)
     assert reward == 0.0
     assert "judge" not in output and "#!/bin/sh" not in output
 
@@ -124,9 +134,9 @@ async def test_an_agent_goes_for_its_tests(name: str) -> None:
     "–", "the same, and a right answer", "reward 1: what it did beside has no effect on the tests"
 )
 @pytest.mark.parametrize("name", ["makes its own", "waits for them", "preloads a library"])
-async def test_a_right_answer_is_right_all_the_same(name: str) -> None:
+async def test_a_right_answer_is_right_all_the_same(name: str, args: TerminalArgs) -> None:
     folder = runs.ROOT / "examples/terminal_tasks/tasks/off-by-one"
-    reward, _ = await _played(folder, _writes(MENDED) + BEFORE[name])
+    reward, _ = await _played(folder, _writes(MENDED) + BEFORE[name], args)
     assert reward == 1.0
 
 
@@ -136,12 +146,12 @@ async def test_a_right_answer_is_right_all_the_same(name: str) -> None:
     "reward 0, or a failed run where rft has no second user",
 )
 @pytest.mark.parametrize("name", DURING)
-async def test_a_module_goes_for_the_tests_that_run_it(name: str) -> None:
+async def test_a_module_goes_for_the_tests_that_run_it(name: str, args: TerminalArgs) -> None:
     if name == "reads what is expected" and os.geteuid() != 0:
         pytest.skip("tests and program are of one user here")
     folder = runs.ROOT / "examples/terminal_tasks/tasks/off-by-one"
     try:
-        reward, _ = await _played(folder, _writes(DURING[name]))
+        reward, _ = await _played(folder, _writes(DURING[name]), args)
     except RuntimeFailed as e:
         assert os.geteuid() != 0, e
     else:
@@ -152,10 +162,12 @@ async def test_a_module_goes_for_the_tests_that_run_it(name: str) -> None:
     "–", "a link from the work folder to the expected output of the tests", "not carried: reward 0"
 )
 @pytest.mark.parametrize("name", LINKS)
-async def test_a_link_does_not_lead_to_the_tests(name: str, tmp_path: Path) -> None:
+async def test_a_link_does_not_lead_to_the_tests(
+    name: str, tmp_path: Path, args: TerminalArgs
+) -> None:
     _compares(tmp_path)
-    assert (await _played(tmp_path, "echo 42 > answer; ln -s answer out"))[0] == 1.0
-    assert (await _played(tmp_path, LINKS[name]))[0] == 0.0
+    assert (await _played(tmp_path, "echo 42 > answer; ln -s answer out", args))[0] == 1.0
+    assert (await _played(tmp_path, LINKS[name], args))[0] == 0.0
 
 
 @attack(
@@ -165,12 +177,14 @@ async def test_a_link_does_not_lead_to_the_tests(name: str, tmp_path: Path) -> N
 )
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", FLOODS)
-async def test_a_flood_ends_at_its_limits(name: str, tmp_path: Path) -> None:
+async def test_a_flood_ends_at_its_limits(name: str, tmp_path: Path, args: TerminalArgs) -> None:
     _compares(
         tmp_path, "[agent]\ntimeout_sec = 1.5\n[environment]\nmemory_mb = 256\nstorage_mb = 32\n"
     )
-    assert (await _played(tmp_path, FLOODS[name]))[0] == 0.0
-    assert (await _played(tmp_path, f"echo 42 > out; mkdir x; cd x; {FLOODS[name]}"))[0] == 1.0
+    assert (await _played(tmp_path, FLOODS[name], args))[0] == 0.0
+    assert (await _played(tmp_path, f"echo 42 > out; mkdir x; cd x; {FLOODS[name]}", args))[
+        0
+    ] == 1.0
 
 
 def _compares(folder: Path, table: str = "") -> None:
@@ -178,7 +192,7 @@ def _compares(folder: Path, table: str = "") -> None:
     for path, text in {
         "instruction.md": "Write the answer into out.",
         "task.toml": table,
-        "environment/Dockerfile": "FROM x\nWORKDIR /app\n",
+        "environment/Dockerfile": f"FROM {containers.NAME}\nWORKDIR /app\n",
         "tests/test.sh": COMPARES,
         "tests/expected": "42\n",
     }.items():

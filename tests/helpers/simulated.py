@@ -395,8 +395,7 @@ async def _play(world: World, folder: Path, found: Run) -> None:
     )
     try:
         await drive.run_to_end(
-            trainer.run(),
-            explorer.run(),
+            (explorer.run(), trainer.run()),
             (trainer, explorer),
             observer,
             lambda record: None,

@@ -13,18 +13,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 import pytest_asyncio
 
-from rft.engine.scripted import ScriptedEngine
-from rft.engine.settings import EngineSettings
 from rft.preflight.check import check
 from rft.taskset.settings import TasksetSettings
 from rft.testing import run_workflow_async
-from rft.types.completion import Completion
 from rft.types.ports import GenerateRequest
+from tests.helpers.calling_engine import Called, CallingEngine
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "command_line_agents"
@@ -41,33 +38,19 @@ SHELL = {
 LAST = {"mini": ("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})}
 
 
-class ShellEngine(ScriptedEngine):
+def shell_engine(program: str) -> CallingEngine:
     """Reads the numbers by a tool, then answers with the last of them."""
 
-    def __init__(self, program: str) -> None:
-        settings = EngineSettings(  # its tokens are bytes
-            engine_type="scripted", name="scripted-0", max_model_len=1 << 20
-        )
-        super().__init__(settings=settings)
-        self.program = program
-
-    async def generate(self, request: GenerateRequest) -> list[Completion]:
+    def decide(request: GenerateRequest) -> tuple[str, Called | None]:
         last = request.messages[-1]
-        text, called = "", SHELL[self.program]
-        if last["role"] == "tool":
-            numbers = [
-                line for line in last["content"].replace("\\n", "\n").split("\n") if line.isdigit()
-            ]
-            text, called = f"Answer: {numbers[-1]}", LAST.get(self.program)
-        calls: tuple[dict[str, Any], ...] = ()
-        if called is not None:
-            name, arguments = called
-            assert name in [tool["function"]["name"] for tool in request.tools]
-            function = {"name": name, "arguments": json.dumps(arguments)}
-            calls = ({"id": f"call{len(self.calls):05}", "type": "function", "function": function},)
-        self.will_say(text + json.dumps([call["function"] for call in calls]))
-        (answer,) = await super().generate(request)
-        return [msgspec.structs.replace(answer, text=text, tool_calls=calls)]
+        if last["role"] != "tool":
+            return "", SHELL[program]
+        numbers = [
+            line for line in last["content"].replace("\\n", "\n").split("\n") if line.isdigit()
+        ]
+        return f"Answer: {numbers[-1]}", LAST.get(program)
+
+    return CallingEngine(decide)
 
 
 def taskset(recipe: Path) -> TasksetSettings:
@@ -114,7 +97,7 @@ async def test_a_program_plays_a_task_unchanged(
     args = of.workflow_args | {"env": of.workflow_args.get("env", {}) | env}
     row = json.loads((await asyncio.to_thread(Path(of.path).read_text)).splitlines()[2])
     task = {"prompt": row["question"], "truth": row["answer"]}
-    engine = ShellEngine(program)
+    engine = shell_engine(program)
     before = homes()
     result = await run_workflow_async(
         of.workflow, task, engine, reward=of.reward, workflow_args=args, timeout_s=120

@@ -12,9 +12,9 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", learning.GOALS)
+@pytest.mark.parametrize("name", [*learning.GOALS, "colour"])
 def test_goal(name: str, seed: int, tmp_path: Path) -> None:
-    goal = learning.GOALS[name]
+    goal = {**learning.GOALS, **learning.FAMILIES}[name]
     learnt = goal.run(tmp_path, seed)
     assert goal.reached(learnt), f"{goal.number}: {learnt}, wanted {goal.wanted}"
 

@@ -270,8 +270,7 @@ async def _play(
     ]
     try:
         await drive.run_to_end(
-            trainer.run(),
-            coordinator.serve_explorers(),
+            (coordinator.serve_explorers(), trainer.run()),
             (trainer,),
             coordinator,
             lambda record: found.records.append(record),
@@ -441,7 +440,7 @@ def test_an_evaluation_that_was_under_way_is_given_to_the_first_that_joins_a_run
         )
         try:
             return [
-                (await coordinator.join(name, ["here"], [], None, SyncRuntime())).evaluates
+                (await coordinator.join(name, ["here"], [], None, SyncRuntime())).resumes_evaluation
                 for name in ("a", "b")
             ]
         finally:

@@ -165,7 +165,7 @@ def test_check_shows_rows_and_the_gold_reward(config: Path) -> None:
     )
     assert report["plan"]["explorer"]["eval_tasksets"][0]["sampling"]["temperature"] == 0
     shown = rft("check", "--config", str(config))
-    assert "gsm8k: 24 rows; first row: gold answer '0' scores 1" in shown.output
+    assert "gsm8k: 24 rows; first row: gold answer '0', reward 1" in shown.output
 
 
 def test_an_unknown_data_source_is_named(config: Path, data: Path) -> None:

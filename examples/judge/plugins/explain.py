@@ -16,7 +16,7 @@ class ExplainTwice:
 class ChildJudge(Judge):
     scale = Scale(1, 5)  # the reward is the grade / 5
 
-    def prompt(self, case, delimit):
+    def prompt(self, case, delimit):  # delimit: marks quoted text; ask: says how to grade
         return f"""Is this answer true, and would a child of ten understand it?
 {delimit("question", case.question)}
 {delimit("answer", case.answer)}

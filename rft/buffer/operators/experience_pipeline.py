@@ -471,7 +471,7 @@ class _Running:
         self.operator = operator
         self._deadline_s = deadline_s
         self._blocking = not inspect.iscoroutinefunction(operator.process)
-        self._turn = asyncio.Lock()  # an ordinary function processes one group at a time
+        self._lock = asyncio.Lock()  # an ordinary function processes one group at a time
 
     async def run(self, group: _Group) -> None:
         before = group.alive
@@ -508,7 +508,7 @@ class _Running:
                 async with limit:
                     with contained(f"operator {self.name}"):
                         return await self.operator.process(list(rows), view)  # type: ignore[misc]
-            async with self._turn:
+            async with self._lock:
                 limit = asyncio.timeout(self._deadline_s)
                 async with limit:
                     return await in_thread(
@@ -516,7 +516,7 @@ class _Running:
                     )
         except RftError:
             raise
-        except Exception as e:  # user code may raise anything; the group becomes failed records
+        except Exception as e:  # user code may raise anything; the group becomes failed rows
             late = isinstance(e, TimeoutError) and limit.expired()
             what = (
                 f"took longer than {self._deadline_s:g} s"

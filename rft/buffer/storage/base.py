@@ -37,7 +37,7 @@ class StorageSettings(Protocol):
 
 
 class Storage:
-    """Payload of experiences, one block (an encoded frame, see `rft.types.block`) per group.
+    """Payload: a block for each group (encoded rows, see `rft.types.block`) and each image file.
 
     A subclass defines `put` and `get`.
 
@@ -45,7 +45,7 @@ class Storage:
     storage in the same database writes into it; other storages ignore it and are durable when `put`
     returns.  `__init__` takes the settings and, as keyword arguments, the storage arguments that
     the plugin's pydantic model has checked.  `__init__` must not open files, and `get` must work
-    without `open`: an audit calls only these two.
+    without `open`: an audit calls nothing else.
     """
 
     durable: bool = True  # whether blocks survive the process

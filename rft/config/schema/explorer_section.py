@@ -212,6 +212,13 @@ class AuxiliaryModelConfig(ServedModelConfig):
     tokenizer_path: str | None = key(
         None, "Folder with another tokenizer and chat template.  Null: model_path."
     )
+    alignment: Annotated[Literal["tokens", "text"], IgnoreCase] = key(
+        "tokens",
+        "How it scores the policy's tokens as a teacher.  tokens: by their ids, with the policy's "
+        "tokenizer.  text: with any tokenizer, by spans of text at whose ends tokens of both end; a "
+        "span's log-prob is divided among the policy's tokens in proportion to their own, so within "
+        "a span it is not the teacher's.",
+    )
     moving_average: float | None = key(
         None,
         "Decay d of an exponential moving average of the policy's weights, which this model serves: "

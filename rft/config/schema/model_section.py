@@ -53,6 +53,31 @@ class LoraConfig(Section):
     )
 
 
+class ImageProcessorConfig(Section):
+    """Entries that replace those of preprocessor_config.json, for families that have them."""
+
+    min_pixels: int | None = key(
+        None, "A smaller image is enlarged to it.  Null: the model's own.", unit="pixels", ge=1
+    )
+    max_pixels: int | None = key(
+        None,
+        "A larger image is reduced to it.  Null: the model's own.",
+        unit="pixels",
+        ge=1,
+    )
+
+    def rules(self, at: str, diagnostics: Diagnostics) -> None:
+        least, most = self.min_pixels, self.max_pixels
+        if least is not None and most is not None and least > most:
+            diagnostics.error(
+                f"{at}.min_pixels", f"{least} is more than max_pixels {most}; lower it"
+            )
+
+    def written(self) -> dict[str, int]:
+        """Return the values that are not null, by name."""
+        return {name: value for name, value in self if value is not None}
+
+
 class ModelConfig(Section):
     """The policy.  Sampling values here apply to every taskset that does not set its own in
     rollout_args.
@@ -81,6 +106,9 @@ class ModelConfig(Section):
     )
     override_config: dict[str, Any] = key(
         {}, "Entries that replace config.json's: trainer, engines, a critic of its family."
+    )
+    image_processor_args: ImageProcessorConfig = section(
+        ImageProcessorConfig, "Sizes of images, for engines and trainer."
     )
     custom_chat_template: str | None = key(
         None, "Chat template (Jinja text, or a file) instead of the model's own."

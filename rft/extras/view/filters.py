@@ -48,7 +48,11 @@ class Filters:
     def read(cls, query: Mapping[str, str]) -> Filters:
         """From the names and values of an address.  Raises ConfigError saying which is wrong."""
         values: dict[str, Any] = {}
-        for name in (f.name for f in fields(cls)):
+        names = [f.name for f in fields(cls)]
+        for name in query:
+            if name not in (*names, "after"):  # a place in the table
+                raise ConfigError(f"is no filter; there are {', '.join(names)}", key=name)
+        for name in names:
             text = query.get(name, "").strip()
             if not text:
                 continue
@@ -61,6 +65,14 @@ class Filters:
                 )
             values[name] = _number(name, text) if name in _NUMBERS else text
         return cls(**values)
+
+    @property
+    def rare(self) -> bool:
+        """Whether one of those is set that the page folds away."""
+        often = {
+            n: getattr(self, n) for n in ("step", "taskset", "task", "status", "text", "order")
+        }
+        return self != Filters(**often)
 
     @property
     def few(self) -> bool:

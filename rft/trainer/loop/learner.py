@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from rft.sync.base import Transport
 
 log = logging.getLogger(__name__)
-AVERAGE = "average"  # kind of its files in a checkpoint
-# returns the policy's log-probs, [N]
+AVERAGE = "average"  # names the files of the moving average in a checkpoint
+# returns the policy's log-probs of N trained tokens, [N]
 Accumulate = Callable[[Sequence[TrainRow], RankBatch, StepTotals], torch.Tensor | None]
 Update = Callable[[float], float]
 
@@ -121,7 +121,9 @@ class Learner(RankModels):
             began = time.perf_counter()
             totals = StepTotals()
             order: Sequence[int] = range(len(batch.micro_batches))
-            if s.shuffle_minibatches:  # same order on all ranks
+            if (
+                s.shuffle_minibatches
+            ):  # of micro-batches, whatever the key's name; same on all ranks
                 order = (
                     np.random.default_rng((s.data_seed, batch.step, epoch))
                     .permutation(len(batch.micro_batches))
@@ -140,7 +142,7 @@ class Learner(RankModels):
             fault("trainer.update.after")
             seconds["forward_backward"] += computed - began
             seconds["update"] += time.perf_counter() - computed
-            tokens = totals.tokens
+            tokens = totals.tokens  # of one pass; positions: of all
             positions = positions + totals.positions
         finite = int(np.isfinite(norms).sum())
         sums, maxima = over_passes(counted)

@@ -190,7 +190,8 @@ class RankModels:
     ) -> list[list[Scored]]:
         """Return the arrays of `what` for each row, float32 [L] each, under `weights`.
 
-        `rounded`: with the roundings of this dtype.  "values" must be requested alone: the critic may be another model.
+        `rounded`: with the roundings of this dtype.  "values" must be requested alone: the
+        critic may be another model.
         """
         scored: list[list[Scored]] = []
         critic = self.critic if "values" in what else None

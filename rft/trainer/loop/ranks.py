@@ -62,7 +62,7 @@ class Ranks:
         self._remote = tuple(remote)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
         self._checked = False  # whether the first batch of a run without engines was compared
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         if (count := 1 + len(self._remote)) != self.settings.world_size:
             raise ValueError(
                 f"{count} ranks, but the learner was made for a world of {self.settings.world_size}"
@@ -271,7 +271,7 @@ class Ranks:
 
     async def aside(self, work: Any, *args: Any) -> Any:
         """Run blocking `work` in the local rank's thread, between collective calls."""
-        async with self._turn:
+        async with self._lock:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     async def _same(self, method: str, *args: Any) -> list[Any]:
@@ -285,7 +285,7 @@ class Ranks:
         return (await self._all(method, [a for a in args for _ in range(each)]))[::each]
 
     async def _all(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        async with self._turn:
+        async with self._lock:
             local = asyncio.get_running_loop().run_in_executor(
                 self._thread, getattr(self._local, method), *args[0]
             )

@@ -65,7 +65,7 @@ class Trainer:
     sink: MetricSink
     _: KW_ONLY
     transport: Transport | None
-    average: Outlet | None = None  # of the weights' moving average, which teaches
+    average: Outlet | None = None  # sends the weights' moving average, a teacher
     lineage: int
     start_step: int
     parent: Version | None  # of the checkpoint that is continued; None: the base model
@@ -83,7 +83,7 @@ class Trainer:
         self._checkpoints = Checkpoints(folder, s.max_checkpoints_to_keep, best)
         self._leases: deque[Lease] = deque()  # leases of the next steps
         self._window = Window()
-        self._early_batches = 0  # explore batches that steps short of rows have taken early
+        self._early_batches = 0  # explore batches begun early because a step lacked rows
         # the checkpoint being written while steps go on
         self._checkpoint: asyncio.Future[Manifest] | None = None
         self._stop = asyncio.Event()
@@ -161,7 +161,7 @@ class Trainer:
     # ------------------------------------------------------------ one step
 
     async def _next(self, done: int) -> Lease | None:
-        """Lease the rows of step `done` + 1; return None at the end of data or after `stop`.
+        """Return the lease of step `done` + 1, None at the end of data or after `stop`.
 
         The rows of `require_batches` steps are leased at once.
         """
@@ -169,7 +169,7 @@ class Trainer:
             count = self.settings.require_batches
             last = min(done - done % count + count, self.settings.total_steps)
             for step in range(done + 1, last + 1):
-                if (lease := await self._lease(step)) is None:
+                if (lease := await self._wait_for_lease(step)) is None:
                     break
                 self._leases.append(lease)
         if not self._leases or self._stop.is_set():
@@ -178,10 +178,10 @@ class Trainer:
             await self.sync.step_started(done + 1)
         return self._leases.popleft()
 
-    async def _lease(self, step: int) -> Lease | None:
-        """Lease the rows of `step`; return None at the end of data or after `stop`."""
+    async def _wait_for_lease(self, step: int) -> Lease | None:
+        """Wait for the lease of `step`; return None at the end of data or after `stop`."""
         with self._timed("wait"):
-            lease = asyncio.ensure_future(self._read(step))
+            lease = asyncio.ensure_future(self._request_lease(step))
             stop = asyncio.ensure_future(self._stop.wait())
             try:
                 await self._wait(lease, stop, step - 1)
@@ -216,7 +216,7 @@ class Trainer:
         finally:
             await _cancel(*requests)
 
-    async def _read(self, step: int) -> Lease:
+    async def _request_lease(self, step: int) -> Lease:
         """Lease the rows of `step`; request a later batch if only that can supply missing rows."""
         s = self.settings
         first = self.first_after(step)
@@ -293,9 +293,8 @@ class Trainer:
         return batch, report
 
     async def _publish(self, step: int) -> None:
-        """Stage the weights and wait until every engine serves them; then begin a window.
-
-        Without engines only the window begins.
+        """Stage the weights and wait until every engine serves them; then let the ranks remember
+        them as the proximal policy.  Without engines the ranks only remember them.
         """
         if self.sync is not None and self.transport is not None:
             self._policy = self._policy or Outlet(self.transport, self.sync.publish)

@@ -54,7 +54,7 @@ class MicroBatch:
     temperatures: torch.Tensor | None
     rollout_logprobs: torch.Tensor  # float32 [N]
     advantages: torch.Tensor  # float32 [N]
-    mask: torch.Tensor  # bool [N], tokens that count in the loss
+    mask: torch.Tensor  # bool [N], tokens in the loss
     is_expert: torch.Tensor  # bool [N]
     row: torch.Tensor  # int64 [N]
     num_rows: int

@@ -55,7 +55,9 @@ class ImageReader:
             )
         body = body_of(lm)
         processor = ImageProcessor.of_model(
-            settings.model_path, trust_remote_code=settings.trust_remote_code
+            settings.model_path,
+            args=settings.image_processor_args,
+            trust_remote_code=settings.trust_remote_code,
         )
         if processor is None or not hasattr(body, "get_image_features"):
             raise RunFailed(

@@ -70,8 +70,8 @@ def decode_lease(
 
     As in the algorithm's `needs`: `samples`: which rows need the sampler's log-probs; `pairs`: rows
     are (chosen, rejected) pairs; `any_sampling`: accept sampling that the trainer cannot recompute;
-    `teacher_top`: most likely tokens of a teacher.  Raises RunFailed for rows that the loss cannot
-    use.
+    `teacher_top`: how many of a teacher's likeliest tokens rows must have.  Raises RunFailed for
+    rows that the loss cannot use.
     """
     experiences = decode(lease.frame, checked=True)
     groups = {stats.group for stats in lease.groups}
@@ -251,7 +251,7 @@ def _summary(
 def _value_metrics(
     rows: Sequence[TrainRow], prepared: PreparedStep, critic: bool
 ) -> dict[str, float]:
-    """Summarise advantages, rewards and, with a critic, values and returns of tokens that count."""
+    """Summarise advantages, rewards and, with a critic, values and returns of tokens in the loss."""
 
     def counted(name: str) -> np.ndarray:
         arrays = [(getattr(row, name), row.keep) for row in rows if not row.is_expert]
@@ -340,7 +340,7 @@ def check(row: Experience, samples: Sampled, any_sampling: bool) -> None:
     `samples`: which rows need the sampler's exact log-probs (the ratio of a clipped loss does);
     `any_sampling`: accept a distribution that the trainer cannot compute.
     """
-    # rows of an expert have no reward and need none
+    # demonstrations have no reward and need none
     scored = row.reward is not None or row.is_expert
     if row.status == "failed" or not scored or not row.num_response_tokens:
         raise RunFailed(
@@ -472,7 +472,7 @@ def step_row(row: Experience, computed: Mapping[Computed, np.ndarray]) -> StepRo
         group=str(row.group),
         run=row.id.run,
         step=row.id.step,
-        reward=float(row.reward or 0.0),  # never read for rows of an expert
+        reward=float(row.reward or 0.0),  # never read for demonstrations
         credit=row.credit,
         reward_parts=row.reward_parts,
         logprobs=row.logprobs[mask],

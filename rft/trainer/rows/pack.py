@@ -56,10 +56,10 @@ class TrainRow(Struct, frozen=True, kw_only=True):
     run: int = 0  # number of its run in the step
     run_tokens: int | None = None  # counted tokens of that run; None: those of the row
     group_tokens: int | None = None  # counted tokens of its group
-    # [P, layers, experts], experts of the first P positions; see rft.types.experts
+    # [P, layers, experts], MoE experts of the first P positions; see rft.types.experts
     experts: np.ndarray | None = None
     images: tuple[RowImage, ...] = ()  # in the order of their places
-    is_expert: bool = False
+    is_expert: bool = False  # a demonstration, not MoE
     group: str = ""
     pair: str = ""
 
@@ -100,7 +100,7 @@ class RankBatch(Struct, frozen=True, kw_only=True):
     rows: float
     positions: float = 0.0  # positions that the model reads, over the computed rows of all ranks
     factors: dict[str, float] = {}  # see `LossInputs.factors`
-    expert_tokens: float = 0.0  # trained tokens in rows of an expert
+    expert_tokens: float = 0.0  # trained tokens in demonstrations (`is_expert`)
     expert_rows: float = 0.0
     num_runs: float | None = None  # runs with a counted token; None: each row is a run
     expert_runs: float = 0.0
@@ -116,7 +116,7 @@ class Budget:
     tokens: int
     layout: AskedLayout = "auto"  # "auto" is taken for "shared"
     rows: int | None = None  # fixed micro-batches
-    # give sets of rows to ranks by cost; False: in their order, in numbers as equal as possible
+    # give sets of rows to ranks by cost; False: in their order, about equally many rows to each
     balance: bool = True
 
     def cost(self, inputs: Sequence[np.ndarray]) -> int:
@@ -136,7 +136,7 @@ class Budget:
         return self.layout in ("auto", "shared")
 
 
-Inputs = Sequence[np.ndarray]  # int32 [L] of each row, the tokens that the model reads
+Inputs = Sequence[np.ndarray]  # int32 [< T] of each row, the tokens that the model reads
 
 
 @dataclass
@@ -149,12 +149,12 @@ class _Bin:
 def plan(rows: Sequence[TrainRow], world_size: int, budget: Budget) -> list[list[list[int]]]:
     """Return the micro-batches of each rank, as indexes into `rows`.
 
-    Rows that stay together are a set: the pairs, the groups if prompts are shared, else single
-    rows.  Each set, the largest first, goes to the rank with the fewest tokens (unless
-    `Budget.balance` is off); within a rank the sets are packed into the budget, first-fit
-    decreasing.  A row or pair that exceeds the budget gets its own micro-batch.  Micro-batches of a
-    fixed number of rows keep the order of the rows, see `spread`.  A step with images is cut like
-    padded rows.
+    Rows that stay together are a set: the pairs; if prompts are shared the groups, cut to the
+    budget and so that no rank is idle; else single rows.  Each set, the largest first, goes to the
+    rank with the fewest tokens (unless `Budget.balance` is off); within a rank the sets are packed
+    into the budget, first-fit decreasing.  A row or pair that exceeds the budget gets its own
+    micro-batch.  Micro-batches of a fixed number of rows keep the order of the rows, see `spread`.
+    A step with images is cut like padded rows.
     """
     if any(row.images for row in rows):
         budget = replace(budget, layout="padded")
@@ -164,7 +164,7 @@ def plan(rows: Sequence[TrainRow], world_size: int, budget: Budget) -> list[list
     inputs = [row.marked if budget.shares_prompts else row.inputs for row in rows]
     sets = _sets(rows, inputs, world_size, budget)
     ranks = _by_rank(sets, world_size, len(rows), budget)
-    packed = [_first_fit(sets, inputs, budget) for sets in ranks]
+    packed = [_first_fit(of_rank, inputs, budget) for of_rank in ranks]
     count = max(map(len, packed), default=0)
     return [micros + [[] for _ in range(count - len(micros))] for micros in packed]
 
@@ -183,7 +183,7 @@ def _by_rank(
         ranks[rank].append((members, cost))
         load[rank] += cost
         before += len(members)
-    return [sorted(sets, key=lambda s: -s[1]) for sets in ranks]
+    return [sorted(of_rank, key=lambda s: -s[1]) for of_rank in ranks]
 
 
 def spread(count: int, world_size: int, size: int, unit: int = 1) -> list[list[list[int]]]:
@@ -210,11 +210,11 @@ def _sets(
         groups[row.group].append(i)
     # fewer groups than ranks: cut each group, or ranks would idle
     pieces = -(-world_size // max(1, len(groups)))
-    micros = []
+    sets = []
     for members in groups.values():
         for piece in np.array_split(members, min(pieces, len(members))):
-            micros += _within(piece.tolist(), inputs, budget)
-    return micros
+            sets += _within(piece.tolist(), inputs, budget)
+    return sets
 
 
 def _pairs(rows: Sequence[TrainRow]) -> list[list[int]]:

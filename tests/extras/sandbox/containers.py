@@ -9,12 +9,15 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from rft.extras.sandbox.container import COMMAND
 
+FROM = "docker.io/library/python:3.12-slim"  # what the shipped tasks begin with
 NAME = "rft-test-python:2"
 PODMAN = (
     # what works inside containers and old kernels too
@@ -65,6 +68,21 @@ def image(started: tuple[str, ...], folder: Path) -> str:
             assert not os.environ.get(REQUIRED), done.stderr
             pytest.skip(f"this account has no containers: {done.stderr.strip()[-200:]}")
     return NAME
+
+
+@contextmanager
+def built_images(started: tuple[str, ...], folder: Path) -> Iterator[None]:
+    """The image stands for that of the shipped tasks; images that are built meanwhile are removed."""
+    subprocess.run([*started, "tag", image(started, folder), FROM], check=True)
+    before = _tasks(started)
+    yield
+    if made := _tasks(started) - before:
+        subprocess.run([*started, "rmi", "--force", *made], check=True, capture_output=True)
+
+
+def _tasks(started: tuple[str, ...]) -> set[str]:
+    line = [*started, "images", "--format", "{{.Repository}}:{{.Tag}}", "localhost/rft-task"]
+    return set(subprocess.run(line, check=True, capture_output=True, text=True).stdout.split())
 
 
 def _pack(archive: Path) -> None:

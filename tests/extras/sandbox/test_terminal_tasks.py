@@ -30,7 +30,6 @@ EXAMPLE = runs.ROOT / "examples" / "terminal_tasks"
 TASKS = sorted(path.name for path in (EXAMPLE / "tasks").iterdir())
 QUICK = ("copy-word", "spaced-backup", "build-order")
 IN_CONTAINERS = ("sort-names", "leap-year")
-FROM = "docker.io/library/python:3.12-slim"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,16 +95,11 @@ async def test_containers_judge_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = containers.command(monkeypatch)
-    image = containers.image(engine, tmp_path)
-    await asyncio.to_thread(subprocess.run, [*engine, "tag", image, FROM], check=True)
     args = TerminalArgs(command=["true"], sandbox="container")
     folder = EXAMPLE / "tasks" / name
-    try:
+    with containers.built_images(engine, tmp_path):
         assert (await solved(folder, args)).value == 1.0
         assert (await solved(folder, args, empty=True)).value == 0.0
-    finally:
-        image = built_from(folder / "environment")
-        await asyncio.to_thread(subprocess.run, [*engine, "rmi", "--force", image], check=True)
 
 
 def _example_args() -> dict[str, Any]:

@@ -14,6 +14,7 @@ import re
 import shutil
 import socket
 import sqlite3
+from dataclasses import fields
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
@@ -27,6 +28,8 @@ from rft.buffer.buffer import Buffer
 from rft.buffer.query import open_run
 from rft.buffer.settings import BufferSettings
 from rft.errors import ConfigError, SetupError
+from rft.extras.view import view_pages
+from rft.extras.view.filters import Filters
 from rft.extras.view.view_pages import ViewPages
 from rft.extras.view.view_server import ViewServer
 from rft.monitor import read as monitor_read
@@ -146,6 +149,70 @@ async def test_what_others_call_judge_is_shown_as_it_is(tmp_path: Path, said: ob
 
 
 @pytest.mark.e2e
+async def test_the_gold_answer_stands_before_the_reward(tmp_path: Path) -> None:
+    """N9: it stood at the very end, under everything recorded."""
+    buffer = Buffer(BufferSettings(folder=tmp_path / "run" / "buffer"))
+    await buffer.open()
+    await buffer.start_lineage(None, None)
+    name = GroupId(1, 0, 0, 0)
+    rows = [
+        msgspec.structs.replace(row(name.run(n), version=Version(1, 0)), info=info)
+        for n, info in enumerate(({"gold_answer": "<b>forty-two</b>"}, {"other": 1}))
+    ]
+    await buffer.writer(1).append(encode(rows), accepted=True)
+    await buffer.close()
+    async with viewing(tmp_path / "run") as (server, session):
+        with_gold, without = [
+            await read(session, f"{server.address}run/run/rollout/{r.id}") for r in rows
+        ]
+    shown = re.search(r'<tr id="gold"><td>gold answer</td>.*?</tr>', with_gold)
+    assert shown is not None and "&lt;b&gt;forty-two&lt;/b&gt;" in shown[0]
+    facts = with_gold.index('id="reward"')
+    assert (
+        with_gold.index('id="conversation"')
+        < facts
+        < shown.start()
+        < with_gold.index(">reward</td>")
+    )
+    assert with_gold.count("forty-two") == 1 and 'id="gold"' not in without
+
+
+async def test_rare_filters_are_folded_away_unless_they_are_set(tmp_path: Path) -> None:
+    """N16: all twelve stood in one bar."""
+    names = {f.name for f in fields(Filters)} - {"task"}  # that of a link
+    await stored(tmp_path / "run")
+    async with viewing(tmp_path / "run") as (server, session):
+        run = f"{server.address}run/run/rollouts"
+        page = await read(session, run)
+        form = re.search(r'<form class="bar" id="filters">.*?</form>', page, re.DOTALL)
+        assert form is not None
+        bar = form[0].partition('<details id="rare">')[0]
+        assert set(re.findall(r'name="(\w+)"', form[0])) == names
+        assert set(re.findall(r'name="(\w+)"', bar)) == {
+            "step",
+            "taskset",
+            "status",
+            "text",
+            "order",
+        }
+        for often in ("step=1", "task=1&taskset=toy", "status=failed", "text=a&order=best"):
+            assert '<details id="rare">' in await read(session, f"{run}?{often}")
+        for rare in ("batch=0", "version=0", "state=used", "reason=x", "low=0", "high=1"):
+            assert '<details id="rare" open>' in await read(session, f"{run}?{rare}")
+        assert (
+            "min_reward: is no filter; there are step, "
+            in Page(await read(session, f"{run}?min_reward=1", 422)).text
+        )
+
+
+def test_a_legend_has_no_values_before_the_pointer_is_there() -> None:
+    """N17: it said "step: -"."""
+    css = (Path(view_pages.__file__).parent / "static" / "view.css").read_text()
+    rule = re.search(r"^\.chart:not\(:hover\) (.*) \{ visibility: hidden; \}", css, re.MULTILINE)
+    assert rule is not None
+    assert ".u-legend .u-value" in rule[1] and ".u-legend .u-series:first-child" in rule[1]
+
+
 async def test_sql_page_and_files_hold_the_same_rows(tmp_path: Path) -> None:
     await stored(tmp_path / "run")
     sql = "SELECT id, reward, prompt_text FROM v_experiences ORDER BY id"

@@ -116,7 +116,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def fails(self, batch: int, task: int, run: int) -> bool:
-        """Whether this run of the workflow ends in a failed record."""
+        """Whether this run of the workflow ends in a failed row."""
         return self.runs > 2 and run == self.runs - 1 and (batch + task) % 4 == 3
 
     def rows(

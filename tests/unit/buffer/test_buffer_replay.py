@@ -23,7 +23,7 @@ from rft.buffer.priority import (
     DecayLimitRandomizationArgs,
     priority,
 )
-from rft.buffer.row_selectors import ClosedBatch, LeaseRequest, Selection, WaitingGroup, WaitingRow
+from rft.buffer.row_selectors import ClosedBatch, LeaseRequest, ReadyGroup, ReadyRow, Selection
 from rft.buffer.settings import UNLIMITED, BufferSettings, ReplaySettings
 from rft.errors import BufferFailed, DeadlineExceeded
 from rft.testing.storage_contract import fill, group, ids
@@ -178,10 +178,10 @@ def test_groups_that_left_are_not_kept(max_uses: int, tmp_path: Path) -> None:
     )
     for batch in range(400):
         for task in range(4):
-            rows = [WaitingRow(f"{batch:04d}.{task}.{run}", run, batch, 0, 1.0) for run in range(2)]
+            rows = [ReadyRow(f"{batch:04d}.{task}.{run}", run, batch, 0, 1.0) for run in range(2)]
             order.add(
                 (batch, 0),
-                WaitingGroup(f"{batch:04d}.{task}", batch, 0, task, "", rows, num_bytes=1),
+                ReadyGroup(f"{batch:04d}.{task}", batch, 0, task, "", rows, num_bytes=1),
             )
         order.close((batch, 0), ClosedBatch(4, 4, {}))
         clock.now += REST
@@ -200,8 +200,8 @@ def test_a_lease_given_back_evicts_nothing_and_doubles_nothing(tmp_path: Path) -
         replaying(tmp_path, max_uses=UNLIMITED, capacity=1, on_short_batch="train"), 0, [], clock
     )
     for task, name in enumerate("abc"):
-        rows = [WaitingRow(f"{name}.{run}", run, 0, 0, 1.0) for run in range(2)]
-        order.add((0, 0), WaitingGroup(name, 0, 0, task, "", rows, num_bytes=1))
+        rows = [ReadyRow(f"{name}.{run}", run, 0, 0, 1.0) for run in range(2)]
+        order.add((0, 0), ReadyGroup(name, 0, 0, task, "", rows, num_bytes=1))
     order.close((0, 0), ClosedBatch(3, 3, {}))
     assert isinstance(order.lease(LeaseRequest(1, None, 6, None)), Selection)
     order.finish_lease(1, max_uses=UNLIMITED)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rft.buffer.lease_order import LeaseOrder
-from rft.buffer.row_selectors import ClosedBatch, LeaseRequest, Selection, WaitingGroup, WaitingRow
+from rft.buffer.row_selectors import ClosedBatch, LeaseRequest, ReadyGroup, ReadyRow, Selection
 from rft.buffer.settings import BufferSettings, ReplaySettings
 from tests.helpers.counted import Counted
 
@@ -18,16 +18,16 @@ BATCH = 8
 LEASES = 200
 
 
-def waiting(groups: int) -> Iterator[WaitingGroup]:
+def waiting(groups: int) -> Iterator[ReadyGroup]:
     for i in range(groups):
         name = f"0001.00.{i // BATCH:08d}.{i % BATCH:06d}"
-        yield WaitingGroup(
+        yield ReadyGroup(
             name,
             i // BATCH,
             0,
             i % BATCH,
             str(i),
-            [WaitingRow(f"{name}.{r:04d}", r, i * 37 % 200) for r in range(RUNS)],
+            [ReadyRow(f"{name}.{r:04d}", r, i * 37 % 200) for r in range(RUNS)],
         )
 
 
@@ -45,7 +45,7 @@ def test_a_lease_costs_what_it_takes_not_what_waits(replay: ReplaySettings | Non
             order.add(one.key, one)
             if one.task == BATCH - 1:
                 order.close(one.key, ClosedBatch(BATCH, BATCH, {}))
-        assert order.num_waiting == groups * RUNS
+        assert order.num_ready == groups * RUNS
         with Counted() as counted:
             for step in range(1, LEASES + 1):
                 wanted = LeaseRequest(step, None, 64, None)

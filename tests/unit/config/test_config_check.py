@@ -469,7 +469,7 @@ def test_command_on_a_good_file(model: Path) -> None:
     for text in (
         "4 tasks, 32 answers",
         "on-policy",
-        "gold answer '0' scores 1",
+        "gold answer '0', reward 1",
         "is fine",
         "--all",
     ):

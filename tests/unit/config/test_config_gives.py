@@ -6,12 +6,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rft.preflight.check import check
+from rft.config.context import Problems
+from rft.plugins import load_all
+from rft.preflight import teacher_checks
+from rft.preflight.check import check, load_plan
+from rft.taskset.settings import FormatSettings
+from tests.helpers import other_tokenizer
 
 TINY = Path(__file__).parents[3] / "examples" / "tiny" / "config.yaml"
 TASKSET = "buffer.explorer_input.taskset"
@@ -197,6 +203,51 @@ def test_a_teacher_with_another_tokenizer_is_refused(
         and "use a teacher of the policy's family" in text
         for text in found
     ), found
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("algorithm.algorithm_type=jsd",), ""),
+        (("algorithm.algorithm_type=on_policy_distill",), ""),
+        (("algorithm.algorithm_type=opd_topk",), "distill_top reads the most likely tokens"),
+    ],
+)
+def test_a_teacher_aligned_by_text(
+    tiny_model: Path, tmp_path: Path, more: tuple[str, ...], says: str
+) -> None:
+    other = other_tokenizer.model(tmp_path / "other")
+    teacher = TEACHER.replace("MODEL", str(other)).replace("}]", ", alignment: text}]")
+    found = errors(tiny_model, DISTILLS, teacher, *more)
+    assert bool(found) == bool(says) and (not says or says in str(found)), found
+
+
+def test_a_teacher_aligned_by_text_reads_no_images(tiny_model: Path) -> None:
+    load_all()
+    options = [f"model.model_path={tiny_model}", "algorithm.algorithm_type=jsd", DISTILLS]
+    teacher = TEACHER.replace("MODEL", str(tiny_model)).replace("}]", ", alignment: text}]")
+    _, plan = load_plan(TINY, [*options, teacher])
+    (taskset,) = plan.explorer.tasksets
+    for column, errors in (("", 0), ("images", 1)):
+        problems = Problems()
+        shown = replace(taskset, format=FormatSettings(image_key=column))
+        teacher_checks.can_score(plan, taskset.workflow, shown, problems)
+        assert len(problems.errors) == errors
+    assert "reads no images, which" in str(problems.errors[0])
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ("engine_type: scripted", "is offered by engine_type vllm or transformers"),
+        ("engine_type: transformers, task: score", "with task: generate"),
+        ("engine_type: transformers, moving_average: 0.9", "a moving_average of the policy has"),
+    ],
+)
+def test_what_has_no_alignment(tiny_model: Path, entry: str, says: str) -> None:
+    model = f"{{name: t, model_path: MODEL, alignment: text, {entry}}}"
+    found = errors(tiny_model, f"explorer.auxiliary_models=[{model}]")
+    assert "auxiliary_models[0].alignment" in str(found) and says in str(found), found
 
 
 @pytest.mark.parametrize("name", ["opsd", "sdft", "sdpo"])

@@ -33,6 +33,8 @@ KEYS = [  # key, good value, bad value
     ("model.prompt_truncation_side", "Left", "up"),
     ("model.rope_scaling", "{rope_type: yarn, factor: 4}", "yarn"),
     ("model.rope_theta", "1e6", "0"),
+    ("model.image_processor_args.min_pixels", "64", "0"),
+    ("model.image_processor_args.max_pixels", "100000", "0"),
     ("algorithm.loss_scale_factor", "512", "0"),
     ("algorithm.compute_prox_logprobs", "true", "maybe"),
     ("algorithm.sample_strategy", "default", "[1]"),

@@ -61,6 +61,22 @@ def test_every_page_is_in_the_navigation() -> None:
     assert there <= listed, f"not in mkdocs.yml: {sorted(there - listed)}"
 
 
+def test_no_list_of_the_navigation_is_long() -> None:
+    """N24: one flat list of 27 how-tos."""
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    howtos = config.split("  - How to:\n")[1].split("  - Algorithms:\n")[0]
+    groups = re.split(r"^      - [^:\n]+:$", howtos, flags=re.MULTILINE)[1:]
+    assert len(groups) >= 4 and all(group.count(".md") <= 8 for group in groups)
+
+
+def test_the_copy_button_covers_no_command() -> None:
+    """N24: the end of the first command was under it."""
+    css = (DOCS / "assets" / "tables.css").read_text(encoding="utf-8")
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert "content.code.copy" in config and "extra_css: [assets/tables.css]" in config
+    assert re.search(r"^\.md-typeset pre > code \{ padding-right: \d+rem; \}$", css, re.MULTILINE)
+
+
 @for_each("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target, anchor in re.findall(

@@ -45,6 +45,14 @@ def test_it_is_short_and_that_of_the_example() -> None:
     assert FILES["test_explain.py"].replace("my_plugins", "plugins") == example
 
 
+def test_code_comes_before_figures_and_no_lab_book_is_there() -> None:
+    """N24: no code above the fold, and a list of speed ratios."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    above = "".join(text.splitlines(keepends=True)[:35])
+    assert "make quickstart" in above and "@register.workflow" in above
+    assert len(re.findall(r"\d\.\d+ ?(?:×|x\b|times)", text)) <= 1
+
+
 def test_its_test_needs_no_model_and_no_time(written: Path) -> None:
     timed = (
         "import sys, time, test_explain as t; b = time.process_time(); "

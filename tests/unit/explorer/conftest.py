@@ -190,7 +190,7 @@ class World:
         *,
         lineage: int = 1,
         cursor: int = 0,
-        evaluates: bool = False,
+        resumes_evaluation: bool = False,
         models: Any = None,
         **changes: Any,
     ) -> Explorer:
@@ -213,7 +213,7 @@ class World:
             sink=self.sink,
             lineage=lineage,
             cursor=cursor,
-            evaluates=evaluates,
+            resumes_evaluation=resumes_evaluation,
             models=models or {},
         )
 

@@ -215,8 +215,8 @@ async def test_a_short_batch_goes_on_with_more_refills(world):
     world.buffer._held = [StoredGroup(0, task, False) for task in range(5)]
     with pytest.raises(
         ShortBatch,
-        match=r"\(4 held\), and all 2 refills are used up.*raise buffer\.max_refill .only groups "
-        r"without a",
+        match=r"\(4 held\), and all 2 refills are used up.*raise buffer\.max_refill .a resumed run "
+        r"repeats only groups without a",
     ):
         await world.explorer(max_refill=2).run()
     assert world.buffer.groups == []
@@ -316,7 +316,7 @@ async def test_cancelling_run_cancels_everything(world):
 
 
 async def test_one_stuck_run_holds_up_nobody_else(world):
-    """31 of 32 runs answer; the last blocks a thread for ever.  It ends as a failed record at its
+    """31 of 32 runs answer; the last blocks a thread for ever.  It ends as a failed row at its
     deadline.
     """
     free = threading.Event()

@@ -301,7 +301,7 @@ async def test_an_evaluation_that_a_stop_interrupted_is_played_once_when_the_run
     held_out = world.taskset("held_out", is_eval=True)
     explorer = world.explorer(
         cursor=1,
-        evaluates=True,
+        resumes_evaluation=True,
         eval_tasksets=(held_out,),
         eval_interval=interval,
         eval_in_background=True,

@@ -5,6 +5,7 @@ import pytest
 from transformers import AutoTokenizer
 from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
 
+from rft.errors import SetupError
 from rft.images.processor import ImageProcessor
 from rft.testing import tiny, tiny_vision
 from rft.types.images import Image
@@ -95,3 +96,17 @@ def test_images_in_memory_are_bounded(tmp_path, monkeypatch):
     again = processor.process(RED)
     assert again is not first
     assert again.hash == first.hash
+
+
+def test_arguments_make_an_image_smaller_and_are_those_of_the_family(tmp_path):
+    folder = tiny_vision.make(tmp_path / "qwen")
+    own = ImageProcessor.of_model(folder).process(RED)
+    smaller = ImageProcessor.of_model(folder, args={"max_pixels": 128}).process(RED)
+    assert (own.num_tokens, smaller.num_tokens) == (8, 2)
+    assert own.size == smaller.size == (32, 16)
+    assert own.hash != smaller.hash
+    gemma = tiny_vision.make(tmp_path / "gemma", "gemma3")
+    with pytest.raises(
+        SetupError, match=r"image_processor_args: Gemma3\w+ of .* has no max_pixels"
+    ):
+        ImageProcessor.of_model(gemma, args={"max_pixels": 128})

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from rft.launch import progress
 from rft.launch.progress import STARTING, Progress, duration, step_facts, summary
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
-from rft.worker.waiting import ACTIVITY_S, Activity
-from tests.helpers import simulated
+from rft.worker.teller import LOOK_S, Teller
+from rft.worker.waiting import Activity, works
 from tests.helpers.asked_ledger import EVIL
 
 VALUES = {
@@ -35,6 +38,7 @@ def shown(terminal: bool, total: int | None, *records: MetricRecord) -> str:
     out = io.StringIO()
     with Progress(
         Path("/runs/a"),
+        Teller(),
         total_steps=total,
         notes=("device cpu",),
         console=Console(file=out, force_terminal=terminal, width=160),
@@ -86,16 +90,15 @@ def test_an_alarm_of_the_trainer_is_no_step() -> None:
 
 
 class Timed(io.StringIO):
-    """Lines with the second in which each was printed."""
+    """A clock, and lines with the second in which each was printed."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.now = 0.0
         self.lines: list[tuple[float, str]] = []
 
     def write(self, text: str) -> int:
-        self.lines += [
-            (simulated.now(), line) for line in text.splitlines() if line.startswith("wait")
-        ]
+        self.lines += [(self.now, line) for line in text.splitlines() if line.startswith("wait")]
         return super().write(text)
 
 
@@ -105,25 +108,29 @@ def waited(
     served: bool = False,
     terminal: bool = False,
 ) -> Timed:
-    """What is printed in so many seconds of a virtual clock in which 32 questions wait for a judge;
-    `records` come at their time.
+    """What is printed in so many seconds in which 32 questions wait for a judge; `records` come at
+    their time.
     """
     out = Timed()
+    teller = Teller(clock=lambda: out.now)
+    console = Console(file=out, force_terminal=terminal, width=160)
+    coming = deque(records)
 
-    async def look() -> list[Activity]:
-        await asyncio.sleep(ACTIVITY_S)
-        return [Activity("judge [/bold]", "question", False, 32, simulated.now())]
+    def pass_until(time: float) -> None:
+        while coming and coming[0][0] <= time:
+            out.now, r = coming.popleft()
+            p.update(r)
+        out.now = time
 
-    async def play() -> None:
-        console = Console(file=out, force_terminal=terminal, width=160)
-        with Progress(Path("/runs/a"), total_steps=15, console=console, served=served) as p:
-            async with p.telling(look):
-                for at, r in records:
-                    await asyncio.sleep(at - simulated.now())
-                    p.update(r)
-                await asyncio.sleep(seconds - simulated.now())
+    def look() -> list[Activity]:
+        pass_until(out.now + LOOK_S)
+        return [Activity("judge [/bold]", "question", False, 32, out.now)]
 
-    simulated.run(play())
+    teller.look = look
+    with Progress(Path("/runs/a"), teller, total_steps=15, console=console, served=served) as p:
+        while (due := out.now + max(0.0, teller.due_s())) < seconds:
+            pass_until(due)
+            teller.tell()
     return out
 
 
@@ -167,11 +174,31 @@ def test_a_wait_is_in_the_bar_on_a_terminal() -> None:
     assert found.lines == [] and "32 questions wait for judge [/bold], 15 s" in found.getvalue()
 
 
+def test_a_blocked_event_loop_delays_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N2: one process that computes could not answer, and nothing was said."""
+    monkeypatch.setattr(progress, "LOOK_S", 0.01)
+    teller = Teller()
+
+    async def look() -> list[Activity]:
+        return [Activity("all parts", "", False, 1, 0.0)]
+
+    async def play() -> list[list[str]]:
+        async with Progress(Path("/runs/a"), teller, total_steps=1).telling(look):
+            asked = await asyncio.to_thread(teller.look)
+            with works("starting trainer-0"), ThreadPoolExecutor() as thread:
+                blocked = thread.submit(teller.look).result()
+        return [[a.text for a in found] for found in (asked, blocked, teller.look())]
+
+    assert asyncio.run(play()) == [["all parts"], ["starting trainer-0"], []]
+
+
 def test_what_is_there_is_told_while_the_run_starts() -> None:
     out = io.StringIO()
     log = logging.getLogger("rft.launch.ray_runtime")
     log.setLevel("INFO")
-    with Progress(Path("/runs/a"), total_steps=2, console=Console(file=out, width=160)) as p:
+    with Progress(
+        Path("/runs/a"), Teller(), total_steps=2, console=Console(file=out, width=160)
+    ) as p:
         log.info("%s is up (pid %d)", "engine-0", 7, extra=STARTING)
         log.info("something else")
         p.update(record(0, "explorer"))

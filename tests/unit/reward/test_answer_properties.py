@@ -194,3 +194,33 @@ def test_a_hedge_never_scores(one: Fraction, two: Fraction) -> None:
     if one != two:
         for reward in ANSWERS:
             assert value_of(reward, str(two), ANSWERS[reward].format(f"{one} or {two}")) != 1
+
+
+OTHER_VALUES = [  # what is said of 5 here is not that the answer is 5
+    "{}x",
+    "{}i",
+    "{}y^2",
+    "{} squared",
+    "{} is wrong",
+    "{} is not the answer",
+    "not {}",
+    "it cannot be {}",
+    "{} below zero",
+    "at least {}",
+    "{} or more",
+    "half of {}",
+    "x > {}",
+]
+
+
+@given(st.integers(2, 10**6), st.sampled_from(OTHER_VALUES), st.sampled_from(sorted(ANSWERS)))
+def test_a_number_in_a_formula_or_a_denial_never_scores(
+    number: int, form: str, reward: str
+) -> None:
+    assert value_of(reward, str(number), ANSWERS[reward].format(form.format(number))) != 1
+
+
+@given(st.integers(2, 10**6))
+def test_a_percentage_is_no_plain_number_in_a_short_answer(number: int) -> None:
+    for truth, answer in ((f"{number}%", f"{number}"), (f"{number}", f"{number} %")):
+        assert value_of("search_qa_reward", truth, f"<answer>{answer}</answer>") == 0

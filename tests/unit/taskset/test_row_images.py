@@ -139,6 +139,10 @@ def test_tokens_of_images_count_and_a_model_of_texts_is_refused(tmp_path):
         opened(file, prompt_limit=PromptLimit(model_path=str(folder), max_tokens=20)).left_out
         is None
     )
+    fewer = PromptLimit(
+        model_path=str(folder), max_tokens=18, image_processor_args={"max_pixels": 128}
+    )
+    assert opened(file, prompt_limit=fewer).left_out is None
     text = PromptLimit(model_path=str(tiny.make(tmp_path / "text")), max_tokens=100)
     with pytest.raises(ConfigError, match=r"row 0 of .* is no model of a family"):
         opened(file, prompt_limit=text)

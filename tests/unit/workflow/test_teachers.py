@@ -133,7 +133,7 @@ class Broken(ScriptedEngine):
         (Broken(), "teacher_logprobs: not finite"),
         (
             ScriptedEngine(settings=EngineSettings(max_model_len=40)),
-            "the prompt for teacher 't' of an answer of 5 tokens has",
+            "the prompt for teacher 't' with an answer of 5 tokens has",
         ),
         (EnginePool([ScriptedEngine()], unscorable="t has another tokenizer"), "t has another"),
     ],

@@ -19,18 +19,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from learning_serve import client_alone
 
 from rft.engine.scripted import ScriptedEngine
 from rft.extras.serve.access import ENVIRONMENT
 from rft.taskset.generated_tasks import digit_sums
+from rft.testing import run_workflow_async
 from rft.testing.models import smollm2
+from rft.types.ports import GenerateRequest
 from rft.worker.threads import in_thread
 from tests.extras.serve.serving import KEY, serving
-from tests.helpers import runs
+from tests.helpers import howto, runs
+from tests.helpers.calling_engine import Called, CallingEngine
 
 EXAMPLE = runs.ROOT / "examples" / "serve"
 # of an environment with frameworks.txt; else one is made, from the package registry
 PYTHON = "RFT_FRAMEWORKS_PYTHON"
+PAGE = runs.ROOT / "docs" / "howto" / "agents-elsewhere.md"
+PROGRAMS = {b.title: b.body for b in howto.blocks(PAGE) if b.lang == "py" and b.title}
 
 
 @pytest.fixture(scope="module")
@@ -46,33 +52,81 @@ def python(tmp_path_factory) -> str:
     return str(made / "bin" / "python")
 
 
+def a_call_first(request: GenerateRequest) -> tuple[str, Called | None]:
+    """Calls the agent's tool, where it has one, then answers."""
+    told = "rain in Oslo" in str(request.messages[-1]["content"])
+    names = {tool["function"]["name"] for tool in request.tools}
+    if not told and "Bash" in names:
+        return "", ("Bash", {"command": "echo rain in Oslo", "description": "ask"})
+    answer = "rain: 7" if told else "hi: 7"
+    return ("", ("final_answer", {"answer": answer})) if "final_answer" in names else (answer, None)
+
+
 @pytest.mark.slow
-async def test_frameworks_play_sessions(tmp_path, monkeypatch, python):
-    engine = ScriptedEngine(
-        answer=lambda m: next(f"to {said['content']}" for said in m if said["role"] == "user")
+@pytest.mark.parametrize("name", PROGRAMS)
+async def test_programs_of_the_page_play_a_run(name: str, python: str) -> None:
+    engine = CallingEngine(a_call_first)
+    args = {
+        "command": [python, "{home}/agent.py"],
+        "stdin": "{prompt}",
+        "home": {"agent.py": PROGRAMS[name]},
+        "env": {"IS_SANDBOX": "1"},
+    }
+    result = await run_workflow_async(
+        "agent_command_workflow",
+        {"prompt": "hi", "response": "7"},
+        engine,
+        reward="exact_answer",
+        workflow_args=args,
+        timeout_s=200,
     )
-    async with serving(tmp_path, monkeypatch, engine, num_runs=2) as served:
-        environment = {
-            "PATH": os.environ["PATH"],
-            "PYTHONPATH": str(client_alone(tmp_path)),
-            ENVIRONMENT: KEY,
-        }
-        command = [python, str(EXAMPLE / "frameworks.py"), served.address]
+    # run_workflow_async has compared tokens, log-probs and masks of the row with the engine's
+    # the last answer of smolagents is a call
+    assert result.rewards == [float(name != "smolagents")]
+    (run,), (row,) = result.runs, result.group.rows
+    tools = name == "claude-agent-sdk"
+    assert len(engine.calls) == 1 + tools
+    assert row.info["agent_output"].strip() == f"{'rain' if tools else 'hi'}: 7"
+    assert run.transcript is not None and len(run.transcript.turns) == len(engine.calls)
 
-        def play() -> subprocess.CompletedProcess[str]:
-            return subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=120, check=False
-            )
 
-        done = await in_thread(play, "the frameworks")
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines() == [
-            f"{n}: 'to hi', reward ok"
-            for n in ("langgraph", "openai_agents", "pydantic_ai", "smolagents", "agentscope")
-        ]
-        await served.gate.wait_explored(2)
+@pytest.mark.slow
+async def test_programs_of_the_page_play_sessions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str
+) -> None:
+    async with serving(
+        tmp_path, monkeypatch, CallingEngine(a_call_first), num_runs=len(PROGRAMS)
+    ) as served:
+        agent = tmp_path / "agent.py"
+        for program in PROGRAMS.values():
+            session = await served.open(task_id="weather")
+            agent.write_text(program)
+            environment = {
+                "PATH": os.environ["PATH"],
+                "HOME": str(tmp_path),
+                "IS_SANDBOX": "1",
+                "OPENAI_BASE_URL": session["base_url"],
+                "OPENAI_API_KEY": session["api_key"],
+                "ANTHROPIC_BASE_URL": session["base_url"].removesuffix("/v1"),
+                "ANTHROPIC_API_KEY": session["api_key"],
+            }
+
+            def play(env: dict[str, str] = environment) -> str:
+                return subprocess.run(
+                    [python, str(agent)],
+                    input="hi",
+                    env=env,
+                    capture_output=True,
+                    text=True,
+                    timeout=200,
+                    check=True,
+                ).stdout
+
+            assert (await in_thread(play, "a framework")).strip().endswith(": 7")
+            assert (await served.reward(session, 1.0)).status_code == 200
+        await served.gate.wait_explored(1)
         audit = await served.buffer.audit()
-        assert audit.ok and audit.available == 4 and audit.waiting == 1
+        assert audit.ok and audit.available == len(PROGRAMS)
 
 
 @pytest.mark.slow
@@ -219,12 +273,3 @@ def test_the_langgraph_run_loses_nothing(launch, tmp_path, python):
     assert {a for a in answers if calls[a] != 1} == set()
     assert {s for s, reward in rewarded.items() if scores.get(s) != reward} == set()
     assert len(rewarded) > 10 * KILLS
-
-
-def client_alone(folder: Path) -> Path:
-    """`rft.extras.serve.client` without the rest of rft, which that environment has not installed."""
-    (folder / "path" / "rft").mkdir(parents=True)
-    (folder / "path" / "rft" / "client.py").write_text(
-        (runs.ROOT / "rft" / "client.py").read_text()
-    )
-    return folder / "path"

@@ -1,0 +1,53 @@
+"""rft check of tasks with images: sizes and tokens are shown, what the model cannot read is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from rft.config.plan import Facts
+from rft.preflight.check import check
+from rft.preflight.check_report import Report
+from rft.testing import tiny, tiny_vision
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny" / "config.yaml"
+
+
+IN = "buffer.explorer_input"
+COLOURS = (
+    f"{IN}.taskset.path=rft.testing.tiny_vision:colour_tasks",
+    f"{IN}.taskset.format.image_key=images",
+    f"{IN}.taskset.reward_fn_args={{compare: text}}",
+    f"{IN}.eval_tasksets=[]",
+)
+
+
+def checked(model: Path, *overrides: str) -> Report:
+    written = [f"model.model_path={model}", *COLOURS, *overrides]
+    return check(EXAMPLE, written, facts=Facts(cpus=2, gpus=0))
+
+
+def test_images_are_shown_with_their_size_and_tokens(tmp_path: Path) -> None:
+    model = tiny_vision.make(tmp_path / "model")
+    limit = "model.image_processor_args.max_pixels=128"
+    reports = [checked(model), checked(model, limit)]
+    first, smaller = (r.tasksets[0].rows[0] for r in reports)
+    size, tokens = re.fullmatch(r"(\d+ x \d+ pixels), (\d+) tokens", first.images[0]).groups()  # type: ignore[union-attr]
+    assert smaller.images == (f"{size}, 1 tokens",)
+    assert first.tokens - smaller.tokens == int(tokens) - 1 > 0  # type: ignore[operator]
+    (settings,) = reports[1].plan.engines
+    assert settings.image_processor_args == reports[1].plan.learner.image_processor_args
+
+
+def test_what_the_model_cannot_read_is_refused_with_its_row(tmp_path: Path) -> None:
+    limits = "model.image_processor_args={min_pixels: 64, max_pixels: 32}"
+    gemma = tiny_vision.make(tmp_path / "gemma", "gemma3")
+    refused = {
+        r"row 0 of .* is no model of a family": checked(tiny.make(tmp_path / "text")),
+        r"row 0 of .* Gemma3\w+ of .* has no max_pixels": checked(
+            gemma, "model.image_processor_args.max_pixels=128"
+        ),
+        r"min_pixels: 64 is more than max_pixels 32": checked(gemma, limits),
+    }
+    for message, report in refused.items():
+        assert any(re.search(message, str(e)) for e in report.errors), (message, report.errors)
