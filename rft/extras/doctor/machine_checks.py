@@ -168,12 +168,12 @@ def attention(device: str, model: str, rank: int, world: int, folder: Path) -> F
         except RuntimeError:
             continue  # torch raises it for an unsupported kernel
     package = "installed" if importlib.util.find_spec("flash_attn") else "not installed"
-    kernel = installed("auto", device, dtype)
+    chosen = installed("auto", device, dtype)
     yield ok(
         "attention",
         f"sdpa kernels {', '.join(run)}; flash-attn {package}; where attn_implementation is auto, "
-        f"shared and packed rows take {kernel}, padded rows "
-        f"{'sdpa' if kernel == 'varlen' else kernel}",
+        f"shared and packed rows take {chosen}, padded rows "
+        f"{"sdpa" if chosen == "varlen" else chosen}",
     )
     rows = _rows(np.random.default_rng(0))
     learner = _new_learner(settings)
