@@ -173,7 +173,7 @@ def attention(device: str, model: str, rank: int, world: int, folder: Path) -> F
         "attention",
         f"sdpa kernels {', '.join(run)}; flash-attn {package}; where attn_implementation is auto, "
         f"shared and packed rows take {chosen}, padded rows "
-        f"{"sdpa" if chosen == "varlen" else chosen}",
+        f"{'sdpa' if chosen == 'varlen' else chosen}",
     )
     rows = _rows(np.random.default_rng(0))
     learner = _new_learner(settings)
