@@ -374,9 +374,9 @@ def _has_varlen() -> bool:
         return False
     from torch.nn.attention import varlen
 
-    known = inspect.signature(varlen.varlen_attn).parameters
+    parameters = inspect.signature(varlen.varlen_attn).parameters
     return (
-        {"scale", "window_size", "enable_gqa"} <= known.keys()
+        {"scale", "window_size", "enable_gqa"} <= parameters.keys()
         and torch.cuda.is_available()
         and torch.cuda.get_device_capability() >= (8, 0)
     )
