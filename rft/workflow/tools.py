@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import json
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from rft.errors import ConfigError, RftError
+from rft.files.strict_json import no_key_twice
 from rft.plugins import REGISTRY, kind
 from rft.reward.extract import fenced
 from rft.types.completion import Completion
@@ -93,8 +95,8 @@ def _is_call(block: re.Match[str]) -> bool:
 
 def _read(block: str, *, sure: bool) -> list[ToolCall]:
     try:
-        value: Any = msgspec.json.decode(block.strip())
-    except (msgspec.DecodeError, RecursionError) as e:
+        value = _decoded(block.strip())
+    except (msgspec.DecodeError, ValueError, RecursionError) as e:
         return [ToolCall("", error=f"this tool call is no JSON: {_json_error(e)}")] if sure else []
     items = value if isinstance(value, list) else [value]
     if not sure and not (
@@ -127,12 +129,19 @@ def _parsed_call(call: dict[str, Any]) -> ToolCall:
 
 def _with(name: str, arguments: str, id: str = "") -> ToolCall:
     try:
-        value: Any = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError) as e:
+        value = _decoded(arguments)
+    except (msgspec.DecodeError, ValueError, RecursionError) as e:
         return ToolCall(name, id=id, error=f"the arguments are no JSON: {_json_error(e)}")
     if not isinstance(value, dict):
         return ToolCall(name, id=id, error="the arguments must be an object")
     return ToolCall(name, value, id)
+
+
+def _decoded(text: str) -> Any:
+    """Decode JSON.  Raises the errors of msgspec, and ValueError for a key that is written twice."""
+    value = msgspec.json.decode(text)
+    json.loads(text, object_pairs_hook=no_key_twice)
+    return value
 
 
 def _json_error(error: Exception) -> str:

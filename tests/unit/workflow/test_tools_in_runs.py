@@ -126,6 +126,16 @@ def test_schema_from_signature_and_docstring():
             "auto",
             [("a", {}, '"arguments" must be an object')],
         ),
+        (
+            '<tool_call>{"name": "a", "arguments": {"k": 5, "k": 500}}</tool_call>',
+            "auto",
+            [("", {}, "the key 'k' is written twice")],
+        ),
+        (
+            '<tool_call>{"name": "a", "arguments": "{\\"k\\": 5, \\"k\\": 500}"}</tool_call>',
+            "auto",
+            [("a", {}, "the key 'k' is written twice")],
+        ),
         ('{"answer": 3}', "json", []),
         ("the answer is 3", "auto", []),
         ('{"name": "a"}', "hermes", []),
