@@ -123,10 +123,10 @@ FAULTS = (
         "nodes",
     ),
     Fault(
-        "a limit of the canary at a tenth of the measured noise",
+        "the old ceiling of the canary",
         "rft/types/noise.py",
-        "mean = max(_LEAST_MEAN[dtype], multiple * noise.mean)",
-        "mean = 0.1 * noise.mean",
+        "max(_LEAST_LARGEST, mean, multiple * _WIDER * noise.largest)",
+        "min(0.25, multiple * _WIDER * noise.largest)",
         "canary",
     ),
 )

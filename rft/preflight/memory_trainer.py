@@ -426,6 +426,9 @@ def kept_by_layer(shape: ModelShape, s: LearnerSettings, micro: RowsAtOnce) -> i
         norms += (shape.queries + shape.keys) * head_norm
     if s.row_layout == "padded":
         attention = 2 * (shape.queries + shape.keys) * micro.positions
+    elif _ragged(s):  # queries, the result before and after it is put back, and paths
+        paths = micro.rooted + micro.keys
+        attention = 3 * shape.queries * micro.positions + 2 * shape.keys * paths
     else:
         sharing = micro.positions - micro.rooted
         attention = (
@@ -445,14 +448,28 @@ def work_of_layer(shape: ModelShape, s: LearnerSettings, micro: RowsAtOnce) -> i
     """
     item = BYTES[s.dtype]
     mlp = micro.positions * (3 if shape.gated else 2) * shape.mlp * item
-    attention = (
-        2 * shape.queries * (micro.positions + micro.rooted) * item
-        + 2 * shape.keys * micro.keys * item
-    )
+    if _ragged(s):  # the kernel has gradients of keys and values for every query head
+        paths = 2 * (micro.rooted + micro.keys)
+        grouped = shape.heads != shape.kv_heads
+        attention = (
+            3 * shape.queries * micro.positions + (shape.keys + shape.queries * grouped) * paths
+        ) * item
+    else:
+        attention = (
+            2 * shape.queries * (micro.positions + micro.rooted) * item
+            + 2 * shape.keys * micro.keys * item
+        )
     if s.device == "cuda" and item < 4:
         # flash attention accumulates the gradients of queries in float32
-        attention += 4 * shape.queries * micro.rooted
+        attention += 4 * shape.queries * (micro.positions if _ragged(s) else micro.rooted)
     return 2 * micro.positions * shape.hidden * item + max(mlp, attention)
+
+
+def _ragged(s: LearnerSettings) -> bool:
+    """Return whether attention takes shared and packed rows one behind the other."""
+    if s.attn_implementation == "auto":
+        return s.device == "cuda" and s.dtype != "float32" and s.row_layout != "padded"
+    return s.attn_implementation in ("flash_attention_2", "varlen") and s.row_layout != "padded"
 
 
 def _lean(shape: ModelShape, s: LearnerSettings) -> bool:
@@ -463,7 +480,7 @@ def _masks(shape: ModelShape, s: LearnerSettings, micro: RowsAtOnce) -> int:
     """Return bytes of the additive masks of rows that share a prompt, once per query head of a key
     head; 0 for flash attention.
     """
-    if s.attn_implementation in ("flash_attention_2", "varlen"):
+    if _ragged(s):
         return 0
     return micro.masked * (shape.heads // shape.kv_heads) * BYTES[s.dtype]
 

@@ -209,10 +209,9 @@ class TrainerConfig(Section):
         Literal["auto", "sdpa", "eager", "flash_attention_2", "varlen"], IgnoreCase
     ] = safe_key(
         LearnerSettings.attn_implementation,
-        "Attention kernel; shared and packed rows need another than eager.  auto: flash attention "
-        "where it is installed and can be used, "
-        "else sdpa.  varlen: torch's own flash attention over shared and packed rows, on GPUs in "
-        "bfloat16 and float16; padded rows take sdpa.",
+        "Attention kernel; shared and packed rows need another than eager.  auto: on GPUs in "
+        "bfloat16 and float16 flash-attn if it is installed, else torch's own flash attention "
+        "(varlen, from Ampere on; padded rows take sdpa); else sdpa.",
     )
     max_nonfinite_steps: units.TrainSteps = safe_key(
         TrainerSettings.max_nonfinite_steps,

@@ -405,7 +405,7 @@ def _attention_in_use() -> str:
     except ImportError:
         return ""
     where = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
-    return f"; auto takes {installed('auto', *where)} on {where[0]}, and shared prompts take sdpa"
+    return f"; auto takes {installed('auto', *where)} on {where[0]}"
 
 
 def _network() -> list[Finding]:

@@ -168,13 +168,12 @@ def attention(device: str, model: str, rank: int, world: int, folder: Path) -> F
         except RuntimeError:
             continue  # torch raises it for an unsupported kernel
     package = "installed" if importlib.util.find_spec("flash_attn") else "not installed"
-    varlen = "there" if importlib.util.find_spec("torch.nn.attention.varlen") else "not there"
+    chosen = installed("auto", device, dtype)
     yield ok(
         "attention",
-        f"sdpa kernels {', '.join(run)}; flash-attn {package}; torch varlen {varlen}; padded rows "
-        f"take "
-        f"{installed('auto', device, dtype)} where attn_implementation is auto; shared prompts "
-        f"take sdpa",
+        f"sdpa kernels {', '.join(run)}; flash-attn {package}; where attn_implementation is auto, "
+        f"shared and packed rows take {chosen}, padded rows "
+        f"{'sdpa' if chosen == 'varlen' else chosen}",
     )
     rows = _rows(np.random.default_rng(0))
     learner = _new_learner(settings)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -282,7 +283,9 @@ def attend(
         )
     window, chunk = _reach(module, sliding_window)
     q, k, v = (x[0].transpose(0, 1).reshape(x.shape[2], -1) for x in (query, key, value))
-    unknown = s_aux is not None or (bool(softcap) and ragged is torch_varlen)
+    unknown = s_aux is not None or (
+        ragged is torch_varlen and (bool(softcap) or not _of_a_size(query))
+    )
     if ragged is not None and not unknown and query.shape[3] == value.shape[3]:
         heads = (query.shape[1], key.shape[1])
         r = tree.ragged(chunk)
@@ -353,6 +356,30 @@ def torch_varlen(x: RaggedCall) -> torch.Tensor:
     )
     assert isinstance(out, torch.Tensor)
     return out
+
+
+def _of_a_size(query: torch.Tensor) -> bool:
+    """Return whether torch's kernel computes heads of this size, also backward, on this GPU."""
+    size = query.shape[-1]
+    if size % 8 or size > 256:
+        return False
+    if size <= 192 or query.device.type != "cuda":
+        return True
+    return torch.cuda.get_device_capability(query.device) in ((8, 0), (9, 0))
+
+
+def _has_varlen() -> bool:
+    """Return whether torch's kernel takes what `torch_varlen` gives, on this GPU (Ampere or later)."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return False
+    from torch.nn.attention import varlen
+
+    parameters = inspect.signature(varlen.varlen_attn).parameters
+    return (
+        {"scale", "window_size", "enable_gqa"} <= parameters.keys()
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability() >= (8, 0)
+    )
 
 
 # attn_implementation -> (name of the tree attention that uses it, function)
@@ -469,18 +496,22 @@ def _ragged(
 
 
 def installed(name: str, device: str, dtype: str) -> str:
-    """Return transformers' attention for `name`; auto prefers a usable flash attention.
+    """Return the attention of `TREES` or transformers for `name`; auto: flash-attn where it is
+    installed, else torch's own flash attention, else sdpa.
 
     Raises ConfigError if flash attention is requested and cannot be used.
     """
     fits = device == "cuda" and dtype != "float32"
-    is_there = importlib.util.find_spec("flash_attn") is not None
+    lacks = {}
+    if importlib.util.find_spec("flash_attn") is None:
+        lacks["flash_attention_2"] = "flash_attn is not installed"
+    if fits and not _has_varlen():
+        lacks["varlen"] = f"torch {torch.__version__} has no such kernel for this GPU"
+    usable = [kernel for kernel in ("flash_attention_2", "varlen") if fits and kernel not in lacks]
     if name == "auto":
-        return "flash_attention_2" if fits and is_there else "sdpa"
-    if (name == "varlen" and not fits) or (name == "flash_attention_2" and not (fits and is_there)):
-        reason = (
-            "flash_attn is not installed" if fits else f"it does not compute {dtype} on {device}"
-        )
+        return next(iter(usable), "sdpa")
+    if name in ("flash_attention_2", "varlen") and name not in usable:
+        reason = lacks[name] if fits else f"it does not compute {dtype} on {device}"
         raise ConfigError(
             f"{reason}; write sdpa, or auto", key="trainer.attn_implementation", given=name
         )

@@ -77,6 +77,8 @@ def count(gpu: Any, plan: Plan, prompt: int) -> dict[str, Any]:
         cut = pack.plan(batch, s.world_size // size, budget)[0]
         micros = tuple(tuple(batch[i] for i in micro) for micro in cut)
         weights = gpu.live
+        gpu.vocabulary = learner.policy.lm.config.vocab_size
+        gpu.logit_rows = 0
         peaks = []
         for step in (1, 2):  # from the second on the moments are there
             gpu.peak = gpu.live
@@ -95,6 +97,8 @@ def count(gpu: Any, plan: Plan, prompt: int) -> dict[str, Any]:
         "terms": {t.name: t.nbytes for t in role.terms},
         "micro_batches": len(micros),
         "rows": len(micros[0]),
+        "logit_rows": gpu.logit_rows,
+        "trained": sum(int(row.loss_mask.sum()) for row in micros[0]),
         "seconds": time.perf_counter() - began,
     }
 

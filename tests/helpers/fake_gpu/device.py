@@ -44,6 +44,8 @@ class Gpu(TorchDispatchMode):
         self.at_peak: dict[
             str, int
         ] = {}  # bytes of the storages at the peak, by the operator that made them
+        self.vocabulary = 0  # entries of a row of logits
+        self.logit_rows = 0  # of the tallest tensor with whole rows of logits
         self.waits: list[str] = []  # "file function operator", in the order of the step
         self.copies: list[str] = []  # the same of tensors from host memory that is not pinned
         self._sizes: dict[int, tuple[int, str]] = {}
@@ -69,6 +71,8 @@ class Gpu(TorchDispatchMode):
         if storage._cdata not in self._sizes:
             weakref.finalize(storage, self._freed, storage._cdata)
             self._sizes[storage._cdata] = (0, maker)
+            if tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary:
+                self.logit_rows = max(self.logit_rows, tensor.numel() // self.vocabulary)
         self.resized(tensor)
 
     def resized(self, tensor: torch.Tensor) -> None:

@@ -64,8 +64,8 @@ CASES: dict[str, Case] = {
     "sequences cut": case(sequence_parallel=2),
     "kept log-probs": case(keep_trainer_logprobs=True),
     "deterministic": case(deterministic=True),
-    "torch varlen": case(attn_implementation="varlen"),
-    "torch varlen, packed": case("gemma3_text", row_layout="packed", attn_implementation="varlen"),
+    "sdpa": case(attn_implementation="sdpa"),
+    "sdpa, packed": case("gemma3_text", row_layout="packed", attn_implementation="sdpa"),
     "balanced experts": case("qwen3_moe", router_aux_loss_coef=0.01),
     **{
         family: case(family)

@@ -173,3 +173,5 @@ def _within(cases: tuple[Any, ...], counts: list[dict[str, Any]]) -> None:
         if not 1 <= count["estimate"] / count["peak"] <= MOST_OVER
     ]
     assert not wrong, "\n".join(wrong)
+    # no logits of all trained tokens at a time
+    assert all(count["logit_rows"] <= 1024 < count["trained"] for count in counts)

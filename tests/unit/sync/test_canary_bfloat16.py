@@ -174,6 +174,22 @@ async def test_right_weights_pass_and_wrong_ones_do_not(
         assert not more or await refused(swapped) == SEEDS
 
 
+async def test_what_rounding_alone_moves_is_allowed(tmp_path: Path) -> None:
+    """U1: a fixed ceiling, as of 0.25 nats, is below what rounding does to large logits."""
+    model = tiny.make(tmp_path / "model", initializer_range=0.3, num_hidden_layers=3)
+    runtime = SyncRuntime(engine_dtype="bfloat16", trainer_dtype="bfloat16")
+    async with pair(model, tmp_path) as sides:
+        version = await sides.publish()
+        largest = 0.0
+        for seed in range(4):
+            prompts = probe_prompts(str(model), 8, seed)
+            canary = Canary(FixedSync(), runtime, prompts, sides.ranks)
+            verdict = await canary.check([await canary.probe(sides.engine, version)], [])
+            assert verdict.noise is not None and verdict.noise.within(verdict.limit)
+            largest = max(largest, verdict.noise.largest)
+        assert largest > 0.25
+
+
 async def test_a_float32_trainer_knows_what_a_bfloat16_engine_rounds(tmp_path: Path) -> None:
     """U1: the noise is that of the shorter type, which the trainer itself does not have."""
     model = tiny.make(tmp_path / "model", initializer_range=0.1, num_hidden_layers=3)

@@ -4,6 +4,7 @@ kind of layer and both kernels.
 
 from __future__ import annotations
 
+import importlib.machinery
 import inspect
 import sys
 from collections.abc import Callable
@@ -195,6 +196,55 @@ def test_torch_varlen_takes_trees_as_they_are(
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
     compared(attention.TREES["varlen"][1], KINDS[kind], layout)
     assert bool(calls) == (not {"sinks", "softcap"} & KINDS[kind].keys())
+
+
+@pytest.mark.parametrize(
+    ("capability", "size", "takes"),
+    [
+        ((8, 0), 128, True),
+        ((8, 9), 256, False),  # torch has no backward pass of it there
+        ((9, 0), 256, True),
+        ((9, 0), 100, False),
+        ((9, 0), 576, False),
+    ],
+)
+def test_torch_varlen_takes_the_heads_that_its_kernel_has(
+    capability: tuple[int, int], size: int, takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    query = SimpleNamespace(shape=(1, 4, 9, size), device=torch.device("cuda"))
+    assert attention._of_a_size(query) == takes  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("capability", "package", "dtype", "kernel"),
+    [
+        ((8, 0), False, "bfloat16", "varlen"),
+        ((12, 0), False, "float16", "varlen"),
+        ((9, 0), True, "bfloat16", "flash_attention_2"),
+        ((7, 5), False, "float16", "sdpa"),
+        ((9, 0), False, "float32", "sdpa"),
+    ],
+)
+def test_auto_takes_a_flash_attention_that_the_gpu_has(
+    capability: tuple[int, int],
+    package: bool,
+    dtype: str,
+    kernel: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    if package:
+        made = ModuleType("flash_attn")
+        made.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
+        monkeypatch.setitem(sys.modules, "flash_attn", made)
+    assert attention.installed("auto", "cuda", dtype) == kernel
+    if kernel == "sdpa":
+        with pytest.raises(ConfigError, match="write sdpa, or auto"):
+            attention.installed("varlen", "cuda", dtype)
+    else:
+        assert attention.installed("varlen", "cuda", dtype) == "varlen"
 
 
 def test_what_is_made_for_a_kind_of_layer_is_made_once() -> None:
