@@ -155,8 +155,12 @@ def _csv(settings: TasksetSettings, path: Path) -> RowSource:
     )
     collected = FoundRows(settings)
     try:
+        columns = reader.fieldnames or ()
+        if len(set(columns)) < len(columns):
+            twice = next(name for i, name in enumerate(columns) if name in columns[:i])
+            raise _error(settings, f"{path}:1: the column {twice!r} is there twice; rename one")
         for row in reader:
-            width = len(reader.fieldnames or ())
+            width = len(columns)
             if None in row or None in row.values():
                 at = f"{path}:{reader.line_num}"
                 collected.bad(

@@ -126,6 +126,11 @@ def test_a_change_of_any_row_of_a_large_table_is_seen(tmp_path, kind):
         ("a.json", "[1]", "element 0: must be a JSON object"),
         ("a.json", "[\n,", "a.json:2: not JSON"),
         ("a.csv", "prompt,response\na\n", "a.csv:2: the line does not have 2 columns"),
+        (
+            "a.csv",
+            "prompt,response,response\na,1,2\n",
+            "a.csv:1: the column 'response' is there twice",
+        ),
         ("a.parquet", "hello", "not a readable Parquet file"),
         ("a.txt", "hello", r"suffix '\.txt' is not known"),
     ],
