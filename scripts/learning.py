@@ -634,9 +634,7 @@ TAUGHT = {
         Goal("opsd", "held-out accuracy", "≤ 0.05 to ≥ 0.5", _learns, ruled("config.yaml")),
         Goal("sdpo", "held-out accuracy", "≤ 0.05 to ≥ 0.5", _learns, ruled("sdpo.yaml", steps=60)),
         Goal("grpo_rule", "held-out accuracy", "told", _any, ruled("config.yaml", *BY_REWARD)),
-        Goal(
-            "opd_level", _LEVEL, "fewer than GRPO", _any, to_the_level(*OPD, taught=True, most=50)
-        ),
+        Goal("opd_level", _LEVEL, "told", _any, to_the_level(*OPD, taught=True, most=50)),
         Goal("grpo_level", _LEVEL, "told", _any, to_the_level(taught=False, most=120)),
     )
 }
@@ -786,10 +784,11 @@ which are wrong (chance is 0.5); its setting and goal were chosen after first ru
     Part(
         """## A teacher's signal
 
-Written by `python scripts/learning.py --only opsd,grpo_rule --write`. `opsd` is `examples/opsd`, a rule that no guess meets: the policy of
-the start is told the answer. `grpo_rule` is GRPO with 8 runs of each of the same tasks: all 64 groups of a step have equal rewards, but in
-one of 120 steps. The script also has `sdpo` (told the reason for a wrong answer), and the steps of `opd_topk` and of GRPO until accuracy
-on `examples/tiny` is 95 % of that of a teacher (`opd_level`, `grpo_level`); what has no row has not been measured.
+Written by `python scripts/learning.py --only opsd,sdpo,grpo_rule,opd_level,grpo_level --write`. `opsd` is `examples/opsd`, a rule that no
+guess meets: the policy of the start is told the answer; `sdpo` is told the reason for a wrong one. `grpo_rule` is GRPO with 8 runs of each of
+the same tasks: all 64 groups of a step have equal rewards, but in one of 120 steps. `opd_level` is `opd_topk` (forward KL) on `examples/tiny`,
+from a teacher that was fine-tuned from other random weights, `grpo_level` GRPO with the same 64 tasks and 8 runs of each in a step:
+*after* is the step of the first evaluation at that level, ten more than *steps* where there was none.
 """,
         tuple(TAUGHT),
         _tiny,

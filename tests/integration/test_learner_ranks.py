@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from rft.algorithm.settings import AlgorithmSettings
 from rft.trainer.checkpoint import shards
@@ -27,6 +28,7 @@ from rft.trainer.rows.pack import Budget, RankBatch, TrainRow, plan
 from rft.trainer.settings import LearnerSettings, OptimizerConfig
 from rft.types.ids import Version
 from tests.helpers import ranks
+from tests.helpers.distill_reference import reference
 
 
 def rows() -> list[TrainRow]:
@@ -81,6 +83,12 @@ TAUGHT = AlgorithmSettings(
     advantage_fn="none",
     policy_loss_fn="distill_top",
     policy_loss_fn_args={"k": 4, "divergence": "jsd", "importance_clip": 2.0},
+)
+DIVERGENCE = "jsd"
+EXACT = AlgorithmSettings(
+    advantage_fn="none",
+    policy_loss_fn="distill_top",
+    policy_loss_fn_args={"k": 4, "divergence": DIVERGENCE},
 )
 # other ways to spread the same step; each must give its gradient
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -150,6 +158,7 @@ def one_rank(
     for name, each in (("taught", 1), ("taught_sequence", world)):
         changes = {"algorithm": TAUGHT, "sequence_parallel": each}
         vary(settings, name, changes, rank, rendezvous, folder)
+    exact(replace(settings, algorithm=EXACT), rank, rendezvous, folder)
     if world == 2:
         for name, changes in VARIANTS.items():
             vary(settings, name, changes, rank, rendezvous, folder)
@@ -170,6 +179,36 @@ def vary(
     mine = share(rank // each, own.world_size // each, 1, learner if name == "referred" else None)
     learner.step(mine, mine if learner.critic is not None else None)
     learner.save(str(folder / name), 1)
+    learner.close()
+
+
+def exact(settings: LearnerSettings, rank: int, rendezvous: str, folder: Path) -> None:
+    """Save the gradient of the first step in float64."""
+    from rft.trainer.model import policy as policies
+
+    built = policies.built
+
+    def in_float64(*arguments: Any) -> tuple[Any, Path | None]:
+        policy, fill = built(*arguments)
+        return policy.double(), fill
+
+    policies.built = in_float64
+    learner = Learner(settings, rank, f"{rendezvous}.exact")
+    policies.built = built
+
+    def keep(lr: float) -> float:
+        gradients = {
+            n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            for n, p in learner.policy.trainable().items()
+            if p.grad is not None
+        }
+        if rank == 0:
+            np.savez(folder / "exact.npz", **{n: g.numpy() for n, g in gradients.items()})
+        learner.optimizer.zero_grad()
+        return 1.0
+
+    learner._update = keep  # type: ignore[method-assign]
+    learner.step(share(rank, settings.world_size, 1))
     learner.close()
 
 
@@ -308,6 +347,22 @@ def test_ranks_learn_the_same_from_a_teachers_likeliest_tokens(worlds: tuple[Pat
     one, two = worlds
     for name in ("taught", "taught_sequence"):
         assert apart(one / "taught", two / name) <= 1e-5
+
+
+def test_a_teachers_gradient_is_that_of_float64(
+    worlds: tuple[Path, Path], tiny_model: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    expected = reference(model, rows(), DIVERGENCE)
+    size = sum(float(g.square().sum()) for g in expected.values())
+    for folder in worlds:
+        found = np.load(folder / "exact.npz")
+        off = sum(
+            float((g - torch.from_numpy(found[n])).square().sum()) for n, g in expected.items()
+        )
+        assert size > 0 and off**0.5 <= 1e-6 * size**0.5, (folder.name, (off / size) ** 0.5)
 
 
 def test_ranks_that_share_a_sequence_teach_the_critic_the_same(worlds: tuple[Path, Path]) -> None:
