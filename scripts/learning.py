@@ -785,10 +785,10 @@ which are wrong (chance is 0.5); its setting and goal were chosen after first ru
         """## A teacher's signal
 
 Written by `python scripts/learning.py --only opsd,sdpo,grpo_rule,opd_level,grpo_level --write`. `opsd` is `examples/opsd`, a rule that no
-guess meets: the policy of the start is told the answer; `sdpo` is told the reason for a wrong one. `grpo_rule` is GRPO with 8 runs of each of
-the same tasks: all 64 groups of a step have equal rewards, but in one of 120 steps. `opd_level` is `opd_topk` (forward KL) on `examples/tiny`,
-from a teacher that was fine-tuned from other random weights, `grpo_level` GRPO with the same 64 tasks and 8 runs of each in a step:
-*after* is the step of the first evaluation at that level, ten more than *steps* where there was none.
+guess meets: the policy of the start is told the answer; `sdpo` is told the reason for a wrong one. `grpo_rule` is GRPO with 8 runs of
+each of the same tasks: all 64 groups of a step have equal rewards, but in one of 120 steps. `opd_level` is `opd_topk` (forward KL) on
+`examples/tiny`, from a teacher that was fine-tuned from other random weights, `grpo_level` GRPO with the same 64 tasks and 8 runs of each
+in a step: *after* is the step of the first evaluation at that level, ten more than *steps* where there was none.
 """,
         tuple(TAUGHT),
         _tiny,
