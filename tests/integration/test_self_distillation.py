@@ -19,6 +19,7 @@ from rft.monitor.read import read, series
 from rft.trainer.checkpoint import shards
 from rft.types.experience import Experience
 from rft.types.ids import Version
+from tests.helpers import other_tokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "opsd"
 DECAY = 0.9
@@ -143,3 +144,23 @@ def stored(run_dir: Path) -> list[Experience]:
     with open_run(run_dir) as questions:
         ids = [row["id"] for row in questions.page("", "", 1000)]
         return list(questions.payload(ids).values())
+
+
+@pytest.mark.e2e
+def test_a_teacher_with_another_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
+    """It reads the answers as text, in its own template and tokens."""
+    teacher = other_tokenizer.model(tmp_path / "teacher")
+    entry = f"{{name: t, model_path: {teacher}, engine_type: transformers, alignment: text}}"
+    options = [
+        *(f"model.model_path={tiny_model}", f"checkpoint_root_dir={tmp_path}", *SMALL),
+        *("trainer.total_steps=2", "explorer.eval_at_end=false", "model.max_response_tokens=4"),
+        *("algorithm.algorithm_type=on_policy_distill", f"explorer.auxiliary_models=[{entry}]"),
+        "buffer.explorer_input.default_workflow_type=on_policy_distill_workflow",
+        "buffer.explorer_input.eval_tasksets=[]",
+    ]
+    done = execute(EXAMPLE.parent / "tiny" / "config.yaml", options, in_process=True)
+    rows = stored(done.run_dir)
+    assert len(rows) >= 2 * 8
+    for x in rows:
+        assert x.teacher_logprobs is not None and (x.teacher_logprobs <= 0).all()
+        assert x.teacher_logprobs[x.loss_mask].all(), "every token has a part"
