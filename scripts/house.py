@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Why a figure is above its goal; a figure without a reason here has to reach it.
 REASONS = {
     "tokens of the core": (
-        "the goal was set before two wire dialects, the algorithms of 2026, reward parts and distillation "
-        "with top-k; what could leave has left (docs/decisions/0022-size.md)"
+        "the goal was set before two wire dialects, the algorithms of 2026, reward parts, distillation "
+        "with top-k and images; what could leave has left (docs/decisions/0022-size.md)"
     ),
     "tokens of the extras": "the doctor's report, and the keys and defaults of veRL's releases",
     "tokens per line": "signatures with many typed parameters",

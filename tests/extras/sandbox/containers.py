@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,12 +74,19 @@ def image(started: tuple[str, ...], folder: Path) -> str:
 
 @contextmanager
 def built_images(started: tuple[str, ...], folder: Path) -> Iterator[None]:
-    """The image stands for that of the shipped tasks; images that are built meanwhile are removed."""
-    subprocess.run([*started, "tag", image(started, folder), FROM], check=True)
-    before = _tasks(started)
-    yield
-    if made := _tasks(started) - before:
-        subprocess.run([*started, "rmi", "--force", *made], check=True, capture_output=True)
+    """The image stands for that of the shipped tasks; images that are built meanwhile are removed.
+
+    One process at a time: removing an image ends its containers, also those of others.
+    """
+    with (Path(tempfile.gettempdir()) / "rft-test-images.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run([*started, "tag", image(started, folder), FROM], check=True)
+        before = _tasks(started)
+        try:
+            yield
+        finally:
+            if made := _tasks(started) - before:
+                subprocess.run([*started, "rmi", "--force", *made], check=True, capture_output=True)
 
 
 def _tasks(started: tuple[str, ...]) -> set[str]:
