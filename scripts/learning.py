@@ -634,7 +634,7 @@ TAUGHT = {
         Goal("opsd", "held-out accuracy", "≤ 0.05 to ≥ 0.5", _learns, ruled("config.yaml")),
         Goal("sdpo", "held-out accuracy", "≤ 0.05 to ≥ 0.5", _learns, ruled("sdpo.yaml", steps=60)),
         Goal("grpo_rule", "held-out accuracy", "told", _any, ruled("config.yaml", *BY_REWARD)),
-        Goal("opd_level", _LEVEL, "told", _any, to_the_level(*OPD, taught=True, most=50)),
+        Goal("opd_level", _LEVEL, "told", _any, to_the_level(*OPD, taught=True, most=70)),
         Goal("grpo_level", _LEVEL, "told", _any, to_the_level(taught=False, most=120)),
     )
 }
