@@ -202,6 +202,14 @@ def _no_workers_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _no_script_sandbox_is_left() -> Iterator[None]:
+    """Launch scripts are run from a process that `rft convert` keeps until the program ends."""
+    yield
+    if (recording := sys.modules.get("rft.extras.migrate.convert.recording")) is not None:
+        recording.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Downloads and compiled files of a test run stay in its own folder; an inherited RFT_CACHE is
     respected.
