@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rft.preflight.check import check
-from rft.testing import tiny
+from rft.testing import tiny, tiny_vision
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 # a judge is not asked; an environment, or a workflow, scores itself
@@ -43,7 +43,8 @@ def test_example(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     schema = check(path, schema_only=True)
     assert not schema.errors and schema.plan is not None
-    options = [f"model.model_path={roomy(tmp_path / 'model')}"]
+    make = tiny_vision.make if path.parent.name == "colour" else roomy
+    options = [f"model.model_path={make(tmp_path / 'model')}"]
     if path.parent.name == "judge_local":  # a question in bytes is longer than in words
         options.append("explorer.auxiliary_models.0.max_model_len=2048")
     report = check(path, options)
