@@ -310,7 +310,8 @@ class VllmEngine(_VllmCalls):
             output_kind=RequestOutputKind.FINAL_ONLY,
             detokenize=False,
         )
-        final, version = await self._under_one_version(tokens, params)
+        sight = self._chat.sight(tokens, row.places, row.images)
+        final, version = await self._under_one_version(tokens, params, row.places, sight)
         found = final.prompt_logprobs[first:]
         scored = zip(found, tokens[first:], strict=True)
         logprobs = np.array([at[token].logprob for at, token in scored], np.float32)
@@ -322,11 +323,15 @@ class VllmEngine(_VllmCalls):
             logprobs=logprobs, version=version, top_ids=top_ids, top_logprobs=top_logprobs
         )
 
-    async def _under_one_version(self, tokens: list[int], params: Any) -> tuple[Any, Version]:
+    async def _under_one_version(
+        self, tokens: list[int], params: Any, places: Sequence[ImagePlace], sight: Sight
+    ) -> tuple[Any, Version]:
         """Ask again where weights were loaded while the tokens were computed."""
         while True:
             version = self.version
-            final = await self._ask(GenerateRequest(request_id="score"), tokens, params)
+            final = await self._ask(
+                GenerateRequest(request_id="score"), tokens, params, places, sight
+            )
             if version is not None and version == self.version:
                 return final, version
 
@@ -437,8 +442,8 @@ class VllmEngine(_VllmCalls):
         request: GenerateRequest,
         prompt: list[int],
         params: Any,
-        places: Sequence[ImagePlace] = (),
-        sight: Sight = (),
+        places: Sequence[ImagePlace],
+        sight: Sight,
     ) -> Any:
         name = f"{request.request_id or 'request'}-{next(self._ids)}"
         stream = self._llm.generate(

@@ -15,7 +15,7 @@ from rft.engine.settings import EngineSettings
 from rft.engine.vllm_args import engine_args
 from rft.testing import tiny_vision
 from rft.types.images import Image
-from rft.types.ports import GenerateRequest
+from rft.types.ports import GenerateRequest, ScoreRow
 from rft.types.task import SamplingArgs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -63,11 +63,22 @@ async def test_images_have_the_log_probs_of_transformers(
     engine = await make(settings)
     try:
         answers = await asyncio.gather(*(engine.generate(ask(*images)) for images in shown))
+        scores = [
+            await engine.score(
+                ScoreRow(
+                    tokens=np.concatenate([answer.prompt_tokens, answer.tokens]),
+                    prompt_length=len(answer.prompt_tokens),
+                    places=answer.images,
+                    images=images,
+                )
+            )
+            for images, (answer,) in zip(shown, answers, strict=True)
+        ]
         seen = {x.sha256: engine._chat.images.process(x.data) for x in PICTURES}
     finally:
         await engine.close()
     model = AutoModelForImageTextToText.from_pretrained(settings.model_path).eval()
-    for images, (answer,) in zip(shown, answers, strict=True):
+    for images, (answer,), score in zip(shown, answers, scores, strict=True):
         ids = torch.tensor([[*answer.prompt_tokens, *answer.tokens]])
         types = torch.zeros_like(ids)
         for place in answer.images:
@@ -84,4 +95,5 @@ async def test_images_have_the_log_probs_of_transformers(
             logits = model(input_ids=ids, **inputs).logits[0, len(answer.prompt_tokens) - 1 : -1]
         wanted = logits.log_softmax(-1).gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
         assert len(answer.images) == len(images)
-        assert np.abs(wanted.numpy() - answer.logprobs).max() <= 1e-5
+        for given in (answer.logprobs, score.logprobs):
+            assert np.abs(wanted.numpy() - given).max() <= 1e-5
