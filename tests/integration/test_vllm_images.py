@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rft.engine.built_in import make
+from rft.engine.chat import load_images
 from rft.engine.environment import cpu_environment
 from rft.engine.settings import EngineSettings
 from rft.engine.vllm_args import engine_args
@@ -74,9 +75,11 @@ async def test_images_have_the_log_probs_of_transformers(
             )
             for images, (answer,) in zip(shown, answers, strict=True)
         ]
-        seen = {x.sha256: engine._chat.images.process(x.data) for x in PICTURES}
     finally:
         await engine.close()
+    processor = load_images(settings)
+    assert processor is not None
+    seen = {x.sha256: processor.process(x.data) for x in PICTURES}
     model = AutoModelForImageTextToText.from_pretrained(settings.model_path).eval()
     for images, (answer,), score in zip(shown, answers, scores, strict=True):
         ids = torch.tensor([[*answer.prompt_tokens, *answer.tokens]])
