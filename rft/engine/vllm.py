@@ -27,11 +27,12 @@ import numpy as np
 import psutil
 
 from rft.engine.base import RequestFailed, ScoresOnly, engine, worst
-from rft.engine.chat import Chat
+from rft.engine.chat import Chat, load_images
 from rft.engine.local_engine import LocalEngine
 from rft.engine.settings import EngineSettings
 from rft.engine.vllm_args import check_installed, engine_args, sampling_params, tells_experts
 from rft.engine.vllm_host import core_from_child
+from rft.engine.vllm_images import engine_input
 from rft.engine.vllm_stats import Stats, without_prometheus
 from rft.engine.watch import Usage, Watch, usage
 from rft.errors import (
@@ -42,8 +43,10 @@ from rft.errors import (
     RftError,
     SetupError,
 )
+from rft.images.processor import Sight
 from rft.types.completion import Completion, TokenScores, VersionSpan, top_tokens
 from rft.types.ids import FIXED, Version
+from rft.types.images import ImagePlace
 from rft.types.metrics import Metric
 from rft.types.ports import GenerateRequest, LoadReport, PausedRequests, ScoreRow, WeightManifest
 
@@ -175,10 +178,12 @@ class VllmEngine(_VllmCalls):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         stats = Stats()
+        images = load_images(settings)
         before = {p.pid for p in psutil.Process().children()}
         with core_from_child() as core:
             self._llm: Any = AsyncLLM.from_engine_args(
-                engine_args(settings), stat_loggers=[lambda config, index: stats]
+                engine_args(settings, images=images is not None),
+                stat_loggers=[lambda config, index: stats],
             )
         processes = [p.pid for p in psutil.Process().children() if p.pid not in before - {core}]
         without_prometheus(self._llm.logger_manager)
@@ -188,6 +193,7 @@ class VllmEngine(_VllmCalls):
                 settings,
                 self._llm.renderer.get_tokenizer(),
                 self._llm.model_config.get_vocab_size(),
+                images,
             ),
             stats,
             processes,
@@ -243,6 +249,8 @@ class VllmEngine(_VllmCalls):
         if request.written is not None:
             return await self.as_answer(request, request.written)
         prompt = await self.prompt(request)
+        places = self._chat.places(request, prompt)
+        sight = self._chat.sight(prompt, places, request.images)
         room = self.settings.max_model_len - len(prompt)
         # vLLM refuses n > 1 when greedy: send n requests
         asks, n = (request.n, 1) if request.sampling.temperature == 0 else (1, request.n)
@@ -252,7 +260,7 @@ class VllmEngine(_VllmCalls):
             params.allowed_token_ids = self._chat.choices(request)
         with self.admission.counted(request):
             finals = await asyncio.gather(
-                *(self._ask(request, prompt, params) for _ in range(asks))
+                *(self._ask(request, prompt, params, places, sight) for _ in range(asks))
             )
         self._counted["prefilled_tokens"] += sum(
             len(prompt) - (f.num_cached_tokens or 0) for f in finals
@@ -266,7 +274,7 @@ class VllmEngine(_VllmCalls):
             [name if n == 1 else f"{out.index}_{name}" for name, out in named],
             [out for _, out in named],
         )
-        return self._completions(request, prompt, [out for _, out in named], experts)
+        return self._completions(request, prompt, [out for _, out in named], experts, places)
 
     async def _experts(self, names: list[str], outputs: list[Any]) -> list[np.ndarray | None]:
         """Experts of the tokens of each answer; `names`: of vLLM's requests."""
@@ -304,7 +312,8 @@ class VllmEngine(_VllmCalls):
             output_kind=RequestOutputKind.FINAL_ONLY,
             detokenize=False,
         )
-        final, version = await self._under_one_version(tokens, params)
+        sight = self._chat.sight(tokens, row.places, row.images)
+        final, version = await self._under_one_version(tokens, params, row.places, sight)
         found = final.prompt_logprobs[first:]
         scored = zip(found, tokens[first:], strict=True)
         logprobs = np.array([at[token].logprob for at, token in scored], np.float32)
@@ -316,11 +325,15 @@ class VllmEngine(_VllmCalls):
             logprobs=logprobs, version=version, top_ids=top_ids, top_logprobs=top_logprobs
         )
 
-    async def _under_one_version(self, tokens: list[int], params: Any) -> tuple[Any, Version]:
+    async def _under_one_version(
+        self, tokens: list[int], params: Any, places: Sequence[ImagePlace], sight: Sight
+    ) -> tuple[Any, Version]:
         """Ask again where weights were loaded while the tokens were computed."""
         while True:
             version = self.version
-            final = await self._ask(GenerateRequest(request_id="score"), tokens, params)
+            final = await self._ask(
+                GenerateRequest(request_id="score"), tokens, params, places, sight
+            )
             if version is not None and version == self.version:
                 return final, version
 
@@ -426,12 +439,17 @@ class VllmEngine(_VllmCalls):
             tokens_per_s=self._stats.tokens_per_s if self._paused_requests else 0.0,
         )
 
-    async def _ask(self, request: GenerateRequest, prompt: list[int], params: Any) -> Any:
-        from vllm import TokensPrompt
-
+    async def _ask(
+        self,
+        request: GenerateRequest,
+        prompt: list[int],
+        params: Any,
+        places: Sequence[ImagePlace],
+        sight: Sight,
+    ) -> Any:
         name = f"{request.request_id or 'request'}-{next(self._ids)}"
         stream = self._llm.generate(
-            TokensPrompt(prompt_token_ids=prompt), params, name, lora_request=self._adapter
+            engine_input(prompt, places, sight), params, name, lora_request=self._adapter
         )
         return await self._answer("answer a request", stream)
 
@@ -466,11 +484,12 @@ class VllmEngine(_VllmCalls):
         prompt: list[int],
         outputs: list[Any],
         experts: Sequence[np.ndarray | None],
+        places: tuple[ImagePlace, ...],
     ) -> list[Completion]:
         self._counted["requests"] += request.n
         self._counted["prompt_tokens"] += len(prompt)
         completions = [
-            self._completion(request, prompt, out, routed)
+            self._completion(request, prompt, out, routed, places)
             for out, routed in zip(outputs, experts, strict=True)
         ]
         if len(completions) != request.n:
@@ -481,7 +500,12 @@ class VllmEngine(_VllmCalls):
         return completions
 
     def _completion(
-        self, request: GenerateRequest, prompt: list[int], out: Any, experts: np.ndarray | None
+        self,
+        request: GenerateRequest,
+        prompt: list[int],
+        out: Any,
+        experts: np.ndarray | None,
+        places: tuple[ImagePlace, ...],
     ) -> Completion:
         if out.finish_reason not in ("stop", "length", "abort"):
             raise EngineFailed(
@@ -507,7 +531,14 @@ class VllmEngine(_VllmCalls):
         reason = out.finish_reason
         routed = None if experts is None else experts[:computed]
         return self.completion(
-            request, prompt, tokens, logprobs, reason=reason, spans=spans, experts=routed
+            request,
+            prompt,
+            tokens,
+            logprobs,
+            reason=reason,
+            spans=spans,
+            experts=routed,
+            places=places,
         )
 
 

@@ -24,6 +24,7 @@ _INSTALL = (
 # tokens; short prompts do not fill vLLM's default of 128, and only full blocks are shared
 CPU_BLOCK_SIZE = 32
 CPU_KV_CACHE_BYTES = 1 << 30
+MOST_IMAGES = 64  # of a prompt
 _SAME_NAME = (
     "dtype",
     "tensor_parallel_size",
@@ -59,8 +60,10 @@ def check_installed() -> None:
     )
 
 
-def engine_args(settings: EngineSettings) -> Any:
-    """Return vLLM's arguments for `settings`; `extra_engine_args` take precedence."""
+def engine_args(settings: EngineSettings, *, images: bool = False) -> Any:
+    """Return vLLM's arguments for `settings`; `extra_engine_args` take precedence.  `images`: it is
+    given images that are already pixel values.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     args: dict[str, Any] = {name: getattr(settings, name) for name in _SAME_NAME}
@@ -87,6 +90,13 @@ def engine_args(settings: EngineSettings) -> Any:
     # otherwise vLLM enables chunked prefill wherever model and device support the feature
     if not settings.enable_chunked_prefill:
         args["enable_chunked_prefill"] = False
+    if images:  # without vLLM's own processors, which need torchvision for some families
+        args |= {
+            "skip_mm_profiling": True,
+            "mm_device_do_normalize": False,  # otherwise some towers normalize them once more
+            "mm_processor_cache_gb": 0,
+            "limit_mm_per_prompt": {"image": MOST_IMAGES, "video": 0, "audio": 0},
+        }
     if settings.router_replay and tells_experts(settings):
         args["enable_return_routed_experts"] = True
     if settings.lora_rank is not None:
