@@ -81,14 +81,14 @@ def alignment_needs_a_model_of_its_own(ctx: Context) -> None:
 def images_need_engine_and_rows(
     ctx: Context, tasksets: Sequence[TasksetSettings], engine_type: str
 ) -> None:
-    """Images are shown by one engine, and their rows are not shared by ranks."""
+    """Images are shown by two engines, and their rows are not shared by ranks."""
     ranks = ctx.config.trainer.ulysses_sequence_parallel_size
     for key in (f"{t.key}.format.image_key" for t in tasksets if t.format.image_key):
-        if engine_type != "transformers":
+        if engine_type not in ("transformers", "vllm"):
             ctx.error(
                 key,
-                f"images are offered with explorer.rollout_model.engine_type: transformers, not with "
-                f"{engine_type}; write that, or leave it out",
+                f"images are offered with explorer.rollout_model.engine_type: transformers and vllm, "
+                f"not with {engine_type}; write one of these, or leave it out",
             )
         if ranks > 1:
             ctx.error(

@@ -11,15 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import getpass
 import itertools
 import logging
 import os
-import shutil
-import tempfile
-from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Awaitable, Sequence
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -33,6 +28,7 @@ from rft.engine.settings import EngineSettings
 from rft.engine.vllm_args import check_installed, engine_args, sampling_params, tells_experts
 from rft.engine.vllm_host import core_from_child
 from rft.engine.vllm_images import engine_input
+from rft.engine.vllm_sockets import SOCKETS
 from rft.engine.vllm_stats import Stats, without_prometheus
 from rft.engine.watch import Usage, Watch, usage
 from rft.errors import (
@@ -57,51 +53,10 @@ T = TypeVar("T")
 CLOSE_TIMEOUT_S = 6.0
 
 
-class _Sockets:
-    """The folder of vLLM's sockets and temporary files, which vLLM does not remove.
-
-    One per process, because vLLM reads its variables once.  The name holds the process id, so that
-    `rft.launch.leftovers` finds the folder of a killed process.
-    """
-
-    def __init__(self) -> None:
-        self._path: Path | None = None
-        self._users = 0
-
-    def open(self) -> None:
-        if self._path is None:
-            self._path = Path(tempfile.mkdtemp(prefix=f"rft-vllm-{os.getpid()}-"))
-            os.environ["VLLM_RPC_BASE_PATH"] = str(self._path)
-        self._path.mkdir(mode=0o700, exist_ok=True)
-        self._users += 1
-
-    @contextmanager
-    def temporary(self) -> Iterator[None]:
-        """Point TMPDIR at the folder; compiled code stays where other engines find it."""
-        assert self._path is not None, "it is open"
-        before = os.environ.get("TMPDIR")
-        os.environ.setdefault(
-            "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
-        )
-        os.environ["TMPDIR"] = str(self._path)
-        try:
-            yield
-        finally:
-            os.environ.pop("TMPDIR")
-            if before is not None:
-                os.environ["TMPDIR"] = before
-
-    def close(self) -> None:
-        self._users -= 1
-        if self._users == 0 and self._path is not None:
-            shutil.rmtree(self._path)
-
-
-_SOCKETS = _Sockets()
-
-
 class _VllmCalls(LocalEngine):
     """Calls of vLLM: each has a deadline, and all end once vLLM hangs."""
+
+    _llm: Any  # vLLM's AsyncLLM; None once it is closed
 
     def __init__(
         self, settings: EngineSettings, chat: Chat, stats: Stats, processes: Sequence[int]
@@ -165,6 +120,31 @@ class _VllmCalls(LocalEngine):
             if not deadline.expired():
                 deadline.reschedule(0)
 
+    async def _answer(self, what: str, stream: Any) -> Any:
+        """Return the last output of a request; it waits while the engine is paused."""
+        self._requests += 1
+        try:
+            return await self._call(what, self._last(stream), self.settings.request_timeout_s)
+        finally:
+            self._requests -= 1
+
+    async def _last(self, stream: Any) -> Any:
+        final = None
+        try:
+            async for output in stream:
+                final = output
+        except (MemoryError, ValueError):
+            raise
+        except Exception as e:
+            if self._llm is None or self._llm.errored:
+                raise
+            raise RequestFailed(
+                f"{self.settings.name}: vLLM could not take this request: {type(e).__name__}: {e}"
+            ) from e
+        if final is None:
+            raise EngineFailed("vLLM ended a request without an answer")
+        return final
+
     def _usage(self) -> Usage:
         return usage(self._processes)
 
@@ -181,7 +161,7 @@ class VllmEngine(_VllmCalls):
         images = load_images(settings)
         before = {p.pid for p in psutil.Process().children()}
         with core_from_child() as core:
-            self._llm: Any = AsyncLLM.from_engine_args(
+            self._llm = AsyncLLM.from_engine_args(
                 engine_args(settings, images=images is not None),
                 stat_loggers=[lambda config, index: stats],
             )
@@ -211,12 +191,12 @@ class VllmEngine(_VllmCalls):
         """Check vLLM's version, start its processes, load the model.  Raises SetupError."""
         check_installed()
         os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(settings.start_timeout_s)))
-        _SOCKETS.open()
+        SOCKETS.open()
         try:
-            with _SOCKETS.temporary():
+            with SOCKETS.temporary():
                 self = cls._started(settings)
         except BaseException:
-            _SOCKETS.close()
+            SOCKETS.close()
             raise
         if settings.device == "cpu" and settings.task == "generate":
             await self._call("take seeds", self._llm.collective_rpc("rft_take_seeds"))
@@ -414,7 +394,7 @@ class VllmEngine(_VllmCalls):
                 await asyncio.wait([llm.output_handler])
             self._watching.cancel()
             await asyncio.to_thread(llm.shutdown, CLOSE_TIMEOUT_S)
-            _SOCKETS.close()
+            SOCKETS.close()
             del llm
             # AsyncLLM sits in reference cycles and its __del__ fails when it first runs at
             # interpreter exit
@@ -452,31 +432,6 @@ class VllmEngine(_VllmCalls):
             engine_input(prompt, places, sight), params, name, lora_request=self._adapter
         )
         return await self._answer("answer a request", stream)
-
-    async def _answer(self, what: str, stream: Any) -> Any:
-        """Return the last output of a request; it waits while the engine is paused."""
-        self._requests += 1
-        try:
-            return await self._call(what, self._last(stream), self.settings.request_timeout_s)
-        finally:
-            self._requests -= 1
-
-    async def _last(self, stream: Any) -> Any:
-        final = None
-        try:
-            async for output in stream:
-                final = output
-        except (MemoryError, ValueError):
-            raise
-        except Exception as e:
-            if self._llm is None or self._llm.errored:
-                raise
-            raise RequestFailed(
-                f"{self.settings.name}: vLLM could not take this request: {type(e).__name__}: {e}"
-            ) from e
-        if final is None:
-            raise EngineFailed("vLLM ended a request without an answer")
-        return final
 
     def _completions(
         self,

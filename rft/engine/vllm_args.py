@@ -90,7 +90,7 @@ def engine_args(settings: EngineSettings, *, images: bool = False) -> Any:
     # otherwise vLLM enables chunked prefill wherever model and device support the feature
     if not settings.enable_chunked_prefill:
         args["enable_chunked_prefill"] = False
-    if images:  # without vLLM's own processors, which need torchvision for some families
+    if images:  # without vLLM's own processors
         args |= {
             "skip_mm_profiling": True,
             "mm_device_do_normalize": False,  # otherwise some towers normalize them once more

@@ -90,6 +90,19 @@ def _policy_fits(model: ModelFiles, plan: Plan, problems: Problems) -> None:
             "model.model_path",
             "is a reward model, which gives scores and writes no texts; name a language model",
         )
+    sets = (*plan.explorer.tasksets, *plan.explorer.eval_tasksets)
+    sees = plan.engines[0].engine_type == "vllm" and any(t.format.image_key for t in sets)
+    if sees and not str(model.config.get("model_type")).startswith(("qwen2", "qwen3")):
+        problems.error(
+            "explorer.rollout_model.engine_type",
+            "vllm is proven with images of Qwen2-VL, Qwen2.5-VL and Qwen3-VL alone; write transformers",
+        )
+    elif sees and importlib.util.find_spec("torchvision") is None:
+        problems.error(
+            "explorer.rollout_model.engine_type",
+            "vllm needs the package torchvision for images: pip install torchvision, or write "
+            "transformers",
+        )
     max_model_len = plan.engines[0].max_model_len
     longest = None
     with problems.collect_errors():

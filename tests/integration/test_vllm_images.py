@@ -14,10 +14,12 @@ from rft.engine.chat import load_images
 from rft.engine.environment import cpu_environment
 from rft.engine.settings import EngineSettings
 from rft.engine.vllm_args import engine_args
+from rft.monitor.read import read, series
 from rft.testing import tiny_vision
 from rft.types.images import Image
 from rft.types.ports import GenerateRequest, ScoreRow
 from rft.types.task import SamplingArgs
+from tests.helpers import runs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 PICTURES = (
@@ -100,3 +102,26 @@ async def test_images_have_the_log_probs_of_transformers(
         assert len(answer.images) == len(images)
         for given in (answer.logprobs, score.logprobs):
             assert np.abs(wanted.numpy() - given).max() <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None, reason="vLLM's Qwen towers import torchvision"
+)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_run_on_pictures_trains_and_loads(family: str, launch, tmp_path: Path) -> None:
+    arguments = (
+        *runs.arguments(tiny_vision.make(tmp_path / "model", family), tmp_path, *runs.SMALL),
+        runs.parity(tmp_path),
+        "buffer.explorer_input.eval_tasksets=[]",
+        "buffer.explorer_input.taskset.path=rft.testing.tiny_vision:colour_tasks",
+        "buffer.explorer_input.taskset.format.image_key=images",
+        "explorer.rollout_model.engine_type=vllm",
+        "trainer.total_steps=3",
+    )
+    run = launch(*arguments)
+    assert run.end(300) == 0, run.output
+    records = read(runs.folder(tmp_path) / "metrics.jsonl")
+    for name in ("mismatch/abs_diff_max", "sync/canary_max_abs"):
+        points = series(records, name)
+        assert len(points) >= 2 and max(value for _, value in points) <= 1e-5

@@ -75,7 +75,7 @@ class TaskFormatConfig(FormatConfig):
     image_key: str = key(
         FormatSettings.image_key,
         "Column of the images: files, paths, data URLs, or a list of them, for models that read images "
-        "on engine_type transformers; empty: none.",
+        "on engine_type vllm or transformers; empty: none.",
     )
     workflow_key: str = key("", "Column that names the row's workflow; empty: none.")
     reward_fn_key: str = key(

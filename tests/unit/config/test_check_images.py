@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+
+import pytest
 
 from rft.config.plan import Facts
 from rft.preflight.check import check
@@ -39,6 +42,15 @@ def test_images_are_shown_with_their_size_and_tokens(tmp_path: Path) -> None:
     assert settings.image_processor_args == reports[1].plan.learner.image_processor_args
 
 
+def test_vllm_needs_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)  # it is not installed
+    report = checked(
+        tiny_vision.make(tmp_path / "model"), "explorer.rollout_model.engine_type=vllm"
+    )
+    (error,) = report.errors
+    assert "vllm needs the package torchvision for images" in str(error)
+
+
 def test_what_the_model_cannot_read_is_refused_with_its_row(tmp_path: Path) -> None:
     limits = "model.image_processor_args={min_pixels: 64, max_pixels: 32}"
     gemma = tiny_vision.make(tmp_path / "gemma", "gemma3")
@@ -46,6 +58,9 @@ def test_what_the_model_cannot_read_is_refused_with_its_row(tmp_path: Path) -> N
         r"row 0 of .* is no model of a family": checked(tiny.make(tmp_path / "text")),
         r"row 0 of .* Gemma3\w+ of .* has no max_pixels": checked(
             gemma, "model.image_processor_args.max_pixels=128"
+        ),
+        r"vllm is proven with images of Qwen2-VL": checked(
+            gemma, "explorer.rollout_model.engine_type=vllm"
         ),
         r"min_pixels: 64 is more than max_pixels 32": checked(gemma, limits),
     }
