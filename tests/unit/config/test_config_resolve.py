@@ -295,7 +295,7 @@ def test_unknown_part_is_left_to_the_second_stage_where_plugins_may_define_it() 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("explorer.rollout_model.engine_type=vllm", "engine_type: transformers, not with vllm"),
+        ("explorer.rollout_model.engine_type=scripted", "transformers and vllm, not with scripted"),
         ("trainer.ulysses_sequence_parallel_size=2", "which 2 ranks cannot share"),
     ],
 )
