@@ -35,6 +35,7 @@ class Family(NamedTuple):
     around: tuple[str, str]  # text before and after the repeated token, in place of the placeholder
     # (configuration of the model, of the processor, grid) -> number of tokens
     num_tokens: Callable[[dict[str, Any], Any, Sequence[int]], int]
+    on_vllm: bool = False  # vLLM's log-probs were compared
 
 
 def _merged(config: dict[str, Any], processor: Any, grid: Sequence[int]) -> int:
@@ -45,7 +46,7 @@ def _fixed(config: dict[str, Any], processor: Any, grid: Sequence[int]) -> int:
     return int(config.get("mm_tokens_per_image", 256))
 
 
-_QWEN = Family("<|image_pad|>", "<|image_pad|>", ("", ""), _merged)
+_QWEN = Family("<|image_pad|>", "<|image_pad|>", ("", ""), _merged, on_vllm=True)
 FAMILIES = {  # by model_type of config.json
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,

@@ -22,6 +22,7 @@ from rft.config.plan_engines import distinct
 from rft.config.schema.root import RunConfig
 from rft.engine.settings import AuxiliarySettings
 from rft.errors import ConfigError, SetupError
+from rft.images.processor import FAMILIES
 from rft.plugins import extra_entry
 from rft.preflight import lora_checks, model_folder, sync_checks
 from rft.preflight.model_folder import ModelFiles
@@ -92,7 +93,8 @@ def _policy_fits(model: ModelFiles, plan: Plan, problems: Problems) -> None:
         )
     sets = (*plan.explorer.tasksets, *plan.explorer.eval_tasksets)
     sees = plan.engines[0].engine_type == "vllm" and any(t.format.image_key for t in sets)
-    if sees and not str(model.config.get("model_type")).startswith(("qwen2", "qwen3")):
+    family = FAMILIES.get(model.config.get("model_type", ""))  # none: each row is refused
+    if sees and family is not None and not family.on_vllm:
         problems.error(
             "explorer.rollout_model.engine_type",
             "vllm is proven with images of Qwen2-VL, Qwen2.5-VL and Qwen3-VL alone; write transformers",

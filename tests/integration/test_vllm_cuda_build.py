@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import cuda_build
+from tests.helpers.model_sizes import MODELS
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,17 +20,8 @@ pytestmark = [
     pytest.mark.skipif(cuda_build.COMPILER is None, reason="needs gcc or clang"),
 ]
 MODEL = {
-    "model_type": "qwen3",
+    **MODELS["qwen3-8b"],
     "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 4096,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
 # settings, and what they change in vLLM's configuration

@@ -20,6 +20,7 @@ from rft.preflight.memory_shared import KEY, LEFT, MOST, phases
 from rft.preflight.memory_terms import CUDA_CONTEXT
 from rft.preflight.memory_trainer import canary
 from rft.preflight.model_folder import ModelShape
+from tests.helpers.model_sizes import MODELS
 
 FILE = Path(__file__).parent / "data" / "good" / "short.yaml"
 
@@ -189,20 +190,6 @@ def test_check_plans_the_memory_of_both_phases() -> None:
     assert "shared GPU, exploring" in excess.message and "gpu_memory_util" in excess.message
 
 
-QWEN3_8B = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-}
-
-
 @pytest.mark.parametrize(
     ("gib", "written", "share"),
     [(80, None, 0.77), (80, 0.6, 0.6), (141, None, 0.85), (None, None, 0.5)],
@@ -211,7 +198,7 @@ def test_engines_take_what_the_trainer_at_rest_leaves(
     gib: int | None, written: float | None, share: float, tmp_path: Path
 ) -> None:
     """U12: Qwen3-8B on eight GPUs; a share that is written, or GPUs of unknown size, stay."""
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3-8b"]))
     overrides = ["mode=colocate", f"model.model_path={tmp_path}", "cluster.gpu_per_node=8"]
     overrides += ["explorer.rollout_model.engine_num=8", "model.max_response_tokens=8192"]
     overrides += [] if written is None else [f"{KEY}={written}"]

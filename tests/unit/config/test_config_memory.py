@@ -25,6 +25,7 @@ from rft.preflight.memory_trainer import (
     work_of_layer,
 )
 from rft.preflight.model_folder import ModelShape, shape
+from tests.helpers.model_sizes import MODELS
 
 GOOD = Path(__file__).parent / "data" / "good"
 CPU = Facts(cpus=2, gpus=0)
@@ -431,20 +432,6 @@ def test_check_reports_it(tiny_model: Path) -> None:
     assert found["memory"][0]["bytes"] == sum(t["nbytes"] for t in found["memory"][0]["terms"])
 
 
-QWEN3_8B = {
-    **LLAMA,
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-}
-
-
 @pytest.mark.parametrize(
     ("gpu_memory", "overrides", "checkpointing"),
     [
@@ -481,7 +468,7 @@ def test_what_never_fits_a_gpu_is_refused(tmp_path: Path) -> None:
 
 
 def _eight_gpus(tmp_path: Path, gpu_memory: int | None, *overrides: str) -> Report:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3-8b"]))
     given = [
         f"model.model_path={tmp_path}",
         "cluster.gpu_per_node=8",
