@@ -146,20 +146,22 @@ def rows_of(sampling: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def test_the_second_model_runner_draws_from_what_the_trainer_computes(driver: Path) -> None:
-    """Its Triton kernels, interpreted: in a step with requests of every kind, and in many draws from
+    """Its Triton kernels, interpreted: in steps with requests of every kind, and in many draws from
     one distribution.
     """
-    mixed = [rows_of(sampling, seed) for seed in range(4) for sampling in SAMPLINGS]
+    rows = [rows_of(sampling, seed) for seed in range(7) for sampling in SAMPLINGS]
     many = [rows_of({"temperature": 0.7, "top_p": 0.99}, seed) for seed in range(1000)]
-    asked = [
-        {"rows": mixed, "size": 1500},
-        {"rows": mixed, "size": 1500},
+    few = len(rows) // 2  # up to 64 rows have kernels of their own for top_p
+    asked: list[dict[str, Any]] = [
+        {"rows": rows[:few], "size": 640},
+        {"rows": rows, "size": 640},
         {"rows": many, "size": 9, "alike": True},
     ]
-    first, again, alike = cuda_build.play("sampler", driver, ["9.0"], map(json.dumps, asked))
-    for got, right, row in zip(first["logprobs"], first["right"], mixed, strict=True):
-        assert got == pytest.approx(right, abs=1e-5), row
-    assert first["tokens"] == again["tokens"], "the same seeds"
+    first, second, alike = cuda_build.play("sampler", driver, ["9.0"], map(json.dumps, asked))
+    for made in (first, second):
+        for got, right, row in zip(made["logprobs"], made["right"], rows, strict=False):
+            assert got == pytest.approx(right, abs=1e-5), row
+    assert first["tokens"] == second["tokens"][:few], "a seed decides, not the rest of a step"
     counted = [alike["tokens"].count(token) for token in range(9)]
     expected = [p * len(many) for p in alike["probabilities"]]
     assert all(n == 0 for n, e in zip(counted, expected, strict=True) if e == 0)

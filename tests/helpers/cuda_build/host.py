@@ -156,17 +156,73 @@ def tensors(model: Any) -> list[tuple[str, Any]]:
 
 
 def _start(config: Any) -> None:
-    """Start the process groups of one worker, once."""
+    """Start the process groups of one worker; those of experts are there for models with experts."""
     import torch
-
-    if torch.distributed.is_initialized():
-        return
+    from vllm.distributed import parallel_state
     from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
     from vllm.v1.worker.workspace import init_workspace_manager
 
+    if torch.distributed.is_initialized():
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(1, 1)
+        return
     store = Path(tempfile.mkdtemp()) / "store"
     init_worker_distributed_environment(config, 0, f"file://{store}", 0, "gloo")
     init_workspace_manager(torch.device("cpu"), 1)
+
+
+class _Counter(int):
+    """A loop's variable in an interpreted kernel, whose type a kernel may change."""
+
+    def to(self, dtype: Any) -> _Counter:
+        return self
+
+
+def _mend_loops() -> None:
+    """Let `tl.range` give interpreted kernels more than Python's numbers, which have no `to`."""
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    patched = interpreter._patch_lang_core
+
+    def patch(lang: Any, scope: Any) -> None:
+        patched(lang, scope)
+        numbers = lang.range
+        scope.set_attr(lang, "range", lambda *a, **k: map(_Counter, numbers(*a, **k)))
+
+    interpreter._patch_lang_core = patch
+
+
+def sampling() -> None:
+    """Let Model Runner V2's sampler read memory of the host, and call the kernels that it calls for
+    tensors of a GPU.
+    """
+    import torch
+    from vllm.utils import torch_utils
+    from vllm.v1.sample.ops import topk_topp_sampler
+    from vllm.v1.sample.ops import topk_topp_triton as ops
+    from vllm.v1.worker.gpu import buffer_utils
+
+    class Shared(buffer_utils.UvaBuffer):
+        def __init__(self, size: Any, dtype: Any) -> None:
+            self.cpu = self._uva = torch.zeros(size, dtype=dtype)
+            self.np = self.cpu.numpy()
+
+    masked = ops.apply_top_k_top_p_triton
+
+    def as_on_gpus(logits: Any, k: Any, p: Any, **more: Any) -> Any:
+        """For tensors of the host vLLM leaves out what it does for at most 64 rows with a top_p."""
+        split = p is not None and len(logits) <= ops._SPLIT_MAX_BATCH
+        if k is not None or not split:
+            logits = masked(logits, k, p, **more)
+        if split and (k is None or more.get("has_topp_only_rows", True)):
+            ops._apply_topp_split(logits, k, p, float("-inf"), gpu.UNITS)
+        return logits
+
+    topk_topp_sampler.apply_top_k_top_p_triton = as_on_gpus
+    buffer_utils.UvaBuffer = Shared
+    buffer_utils.is_uva_available = lambda: True
+    buffer_utils.get_accelerator_view_from_cpu_tensor = lambda tensor: tensor
+    torch_utils.PIN_MEMORY = False
+    _mend_loops()
 
 
 def sampler(config: Any, rows: int, size: int) -> tuple[Any, Any]:
@@ -174,19 +230,9 @@ def sampler(config: Any, rows: int, size: int) -> tuple[Any, Any]:
     state of its requests.
     """
     import torch
-    from vllm.v1.worker.gpu import buffer_utils
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.states import RequestState
 
-    class Shared(buffer_utils.UvaBuffer):  # memory of the host is what the kernels read
-        def __init__(self, size: Any, dtype: Any) -> None:
-            self.cpu = torch.zeros(size, dtype=dtype)
-            self.np = self.cpu.numpy()
-            self._uva = self.cpu
-
-    buffer_utils.UvaBuffer = Shared
-    buffer_utils.is_uva_available = lambda: True
-    buffer_utils.get_accelerator_view_from_cpu_tensor = lambda tensor: tensor
     model = config.model_config
     device = torch.device("cpu")
     requests = RequestState(

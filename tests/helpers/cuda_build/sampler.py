@@ -88,6 +88,7 @@ def drawn(rows: list[dict[str, Any]], size: int, alike: bool = False) -> dict[st
 def main() -> None:
     major, minor = map(int, sys.argv[1].split("."))
     host.install((major, minor))
+    host.sampling()
     for line in sys.stdin:
         print(json.dumps(drawn(**json.loads(line))), flush=True)
 
