@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -41,11 +42,8 @@ class World:
         while self.now < began + seconds:
             self.now += self.watch.interval_s
             if self.used is not None:
-                self.used = Usage(
-                    self.used.cpu_s + share * self.watch.interval_s,
-                    self.used.stopped,
-                    self.used.on_disk,
-                )
+                used_s = self.used.cpu_s + share * self.watch.interval_s
+                self.used = dataclasses.replace(self.used, cpu_s=used_s)
             if step_every and self.now - last_step >= step_every:
                 last_step = self.now
                 self.watch.progress()
