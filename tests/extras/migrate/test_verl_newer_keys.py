@@ -406,7 +406,7 @@ def test_a_person_decides(argument: str, says: str) -> None:
     assert says in row.outcome.reason and not c.errors
 
 
-IMAGES = ("data.image_key=pictures", f"actor_rollout_ref.model.path=/m/Qwen2.5-VL-3B")
+IMAGES = ("data.image_key=pictures", "actor_rollout_ref.model.path=/m/Qwen2.5-VL-3B")
 TOWER = f"{A}.freeze_vision_tower"
 
 
@@ -418,7 +418,7 @@ TOWER = f"{A}.freeze_vision_tower"
         (IMAGES[1:], "images", True),  # veRL's default column
         ((*IMAGES, f"{TOWER}=False"), "pictures", True),
         ((*IMAGES, f"{TOWER}=True"), "pictures", False),
-        ((*IMAGES, f"actor_rollout_ref.model.lora_rank=8"), "pictures", None),  # the adapter alone
+        ((*IMAGES, "actor_rollout_ref.model.lora_rank=8"), "pictures", None),  # the adapter alone
         ((f"{TOWER}=False",), None, None),
     ],
 )
