@@ -258,8 +258,8 @@ OF_PAIRS = ("ipo", "simpo", "orpo")
 LABELS = "buffer.trainer_input.experience_buffer.path=rft.testing.tiny:copy_labels"
 
 
-HALF = 14  # steps of supervised fine-tuning before a model learns in runtimes
-TERMINAL_STEPS = 30
+HALF = 28  # steps of supervised fine-tuning before a model learns in runtimes
+TERMINAL_STEPS = 20
 
 
 def terminal(folder: Path, seed: int) -> Learnt:
@@ -272,7 +272,8 @@ def terminal(folder: Path, seed: int) -> Learnt:
     config = copy_folders.config(folder, EXAMPLES / "tiny" / "config.yaml", train, held_out)
     overrides = [
         *(f"model.model_path={start}", f"checkpoint_root_dir={folder / 'runs'}", f"seed={seed}"),
-        *(f"trainer.total_steps={TERMINAL_STEPS}", "buffer.batch_size=16"),
+        *(f"trainer.total_steps={TERMINAL_STEPS}", "buffer.batch_size=8"),
+        "trainer.ppo_epochs=4",
         *("explorer.max_timeout=120", *EVALUATED, *UNSAVED),
     ]
     done = execute(config, overrides, in_process=True)
@@ -833,7 +834,7 @@ below attention, with the transformers engine. `colour` is `examples/colour`, a 
 
 Written by `python scripts/learning.py --only terminal --write`. The same model after a few steps of supervised fine-tuning goes on with
 GRPO: the tasks are folders for `terminal_workflow`, an agent in a runtime of this machine asks the policy and writes the file that
-hidden tests judge in a second runtime. 128 runs a step; before and after are those of GRPO.
+hidden tests judge in a second runtime. 64 runs a step, four updates of each batch; before and after are those of GRPO.
 """,
         tuple(INSIDE),
         _tiny,
