@@ -274,7 +274,7 @@ def terminal(folder: Path, seed: int) -> Learnt:
         *(f"model.model_path={start}", f"checkpoint_root_dir={folder / 'runs'}", f"seed={seed}"),
         *(f"trainer.total_steps={TERMINAL_STEPS}", "buffer.batch_size=8"),
         "trainer.ppo_epochs=4",
-        *("explorer.max_timeout=120", *EVALUATED, *UNSAVED),
+        *("explorer.max_timeout=1800", *EVALUATED, *UNSAVED),
     ]
     done = execute(config, overrides, in_process=True)
     values = dict(series(read(done.run_dir / "metrics.jsonl"), ACCURACY))
