@@ -10,15 +10,25 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from rft.files.strict_json import no_key_twice
+from rft.images import data_url
+from rft.types.images import Image
 from rft.types.task import plain_text
 
 MAX_BYTES = 16 << 20  # of a body
@@ -89,6 +99,7 @@ class ApiRequest:
 
     model: str
     messages: tuple[dict[str, Any], ...] = ()
+    images: tuple[Image, ...] = ()  # that `messages` show, each once
     prompts: tuple[str | tuple[int, ...], ...] = ()
     tools: tuple[dict[str, Any], ...] | None = None
     n: int = 1
@@ -165,7 +176,9 @@ def checked(model: type[M], body: Any, *, also: Iterable[str] = ()) -> M:
         code = _UNSUPPORTED
         named = first["ctx"]["discriminator"].strip("'")
         text = f"{where}.{named} is {first['ctx']['tag'][:_SHOWN]!r}: this takes "
-        text += f"{first['ctx']['expected_tags']}; images, sound, files and tools of the server are not served"
+        text += (
+            f"{first['ctx']['expected_tags']}; sound, files and tools of the server are not served"
+        )
     else:
         text = f"{where or 'the body'} is {json.dumps(first['input'])[:_SHOWN]}: "
         text += f"{first['msg'][:1].lower()}{first['msg'][1:]}"
@@ -218,7 +231,85 @@ def only(*values: Any, reason: str) -> AfterValidator:
 def text_of(content: Any) -> str:
     if (text := plain_text(content)) is not None:
         return text
-    raise wrong("it must be a text or a list of text parts; images and sound are not served")
+    raise wrong("it must be a text or a list of text parts")
+
+
+FileOf = Callable[[Any], bytes]  # of a part that shows an image
+
+
+def shows(kind: str, file_of: FileOf) -> BeforeValidator:
+    """Take a text, or parts of type text and `kind`; return the text, or `merged` parts."""
+
+    def check(content: Any) -> Any:
+        if plain_text(content) is not None or not isinstance(content, list):
+            return text_of(content)
+        parts: list[dict[str, Any]] = []
+        for part in content:
+            type_of = part.get("type") if isinstance(part, dict) else None
+            if type_of == "text" and isinstance(part.get("text"), str):
+                parts.append({"type": "text", "text": part["text"]})
+            elif type_of == kind:
+                parts.append({"type": "image", "image": image_of(part, file_of)})
+            else:
+                raise wrong(
+                    f"it must be a text, or a list of parts of type text and {kind}; sound, videos "
+                    f"and files are not served"
+                )
+        return merged(parts)
+
+    return BeforeValidator(check)
+
+
+def image_of(part: Any, file_of: FileOf) -> Image:
+    try:
+        return Image.of(file_of(part))
+    except ValueError as e:
+        raise wrong(str(e)) from None
+
+
+def merged(parts: Iterable[dict[str, Any]]) -> Any:
+    """Return parts with texts that follow each other as one; a text where there is no image."""
+    done: list[dict[str, Any]] = []
+    for part in parts:
+        if part["type"] == "text" and done and done[-1]["type"] == "text":
+            done[-1] = {"type": "text", "text": done[-1]["text"] + part["text"]}
+        elif part.get("text") != "":
+            done.append(part)
+    return (
+        done if any(part["type"] == "image" for part in done) else "".join(p["text"] for p in done)
+    )
+
+
+def taken(messages: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return messages, and their images by name, as fields of ApiRequest."""
+    images: dict[str, Image] = {}
+
+    def named(part: dict[str, Any]) -> dict[str, Any]:
+        if part["type"] == "text":
+            return part
+        image: Image = part["image"]
+        images[image.sha256] = image
+        return image.part
+
+    ordered = in_call_order(
+        {**m, "content": [*map(named, m["content"])]} if isinstance(m["content"], list) else m
+        for m in messages
+    )
+    return {"messages": ordered, "images": tuple(images.values())}
+
+
+def check_shown(role: str, content: Any) -> None:
+    """Raises where an image stands in another message than the user's or a result of a tool."""
+    if isinstance(content, list) and role not in ("user", "tool"):
+        raise wrong(
+            f"a message of the {role} is a text: images are for the user and results of tools"
+        )
+
+
+def _file_of(part: Any) -> bytes:
+    """Return the file of a part image_url.  Raises ValueError."""
+    url = part.get("image_url")
+    return data_url.read(url.get("url") if isinstance(url, dict) else url)
 
 
 def stops(stop: Any) -> tuple[str, ...]:
@@ -285,7 +376,7 @@ class ApiToolCall(Part):
 
 class Message(Part):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(text_of)] = ""
+    content: Annotated[Any, shows("image_url", _file_of)] = ""
     tool_calls: list[ApiToolCall] | None = None
     name: str | None = None
     tool_call_id: str | None = None
@@ -297,9 +388,14 @@ class Message(Part):
         only(None, 1, reason="every recorded answer is trained; a run without a reward is not"),
     ] = None
 
+    @model_validator(mode="after")
+    def _check_shown(self) -> Self:
+        check_shown(self.role, self.content)
+        return self
+
     def normalized(self) -> dict[str, Any]:
-        """Return the message in one form, equal to the answer that a client got: content a text, no
-        empty fields.
+        """Return the message in one form, equal to the answer that a client got: content a text or
+        `merged` parts, no empty fields.
         """
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
@@ -462,7 +558,7 @@ def read(body: Any, *, chat: bool) -> ApiRequest:
     content: dict[str, Any]
     if chat:
         request = checked(ChatBody, fields, also=also)
-        content = {"messages": in_call_order(m.normalized() for m in request.messages)}
+        content = taken(m.normalized() for m in request.messages)
     else:
         request = checked(TextBody, fields, also=also)
         content = {"prompts": request.prompt}
