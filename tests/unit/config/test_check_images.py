@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -71,6 +72,8 @@ def test_what_the_model_cannot_read_is_refused_with_its_row(tmp_path: Path) -> N
 def test_a_judge_of_texts_is_refused_unless_it_need_not_see(tmp_path: Path) -> None:
     model = tiny_vision.make(tmp_path / "model")
     text = tiny.make(tmp_path / "text")
+    config = json.loads((text / "config.json").read_text())
+    (text / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 13}))
     judged = f"{IN}.taskset.default_reward_fn_type=rubric_judge"
 
     def report(judge: Path, args: str) -> Report:

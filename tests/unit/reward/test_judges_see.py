@@ -161,10 +161,9 @@ async def test_an_engine_of_a_family_that_sees_judges_what_it_sees(tmp_path: Pat
         )
     )
     values = []
+    judge = made("either_or_judge", question="Right?", show_question=True)
     for show_images in (True, False, True):
-        judge = made(
-            "either_or_judge", question="Right?", show_question=True, show_images=show_images
-        )
+        judge.args = judge.args.model_copy(update={"show_images": show_images})
         (found,) = await asked(judge, engine, "no")
         assert found.value is not None, found.reason
         values.append(found.value)
