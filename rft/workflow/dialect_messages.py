@@ -28,14 +28,11 @@ from rft.workflow.endpoint_wire import (
     Part,
     applied,
     checked,
-    image_of,
-    merged,
+    in_call_order,
     only,
-    shows,
     stops,
-    taken,
-    text_of,
 )
+from rft.workflow.message_content import image_of, merged, shows, taken, text_of
 
 IGNORED = (
     "betas",
@@ -234,7 +231,7 @@ def read(body: Any, *, counting: bool = False) -> ApiRequest:
     system = [{"role": "system", "content": request.system}] if request.system else []
     return ApiRequest(
         model=request.model,
-        **taken([*system, *_messages(request.messages)]),
+        **taken(in_call_order([*system, *_messages(request.messages)])),
         tools=() if choice is not None and choice.type == "none" else tools,
         stream=request.stream,
         sampling=sampling,

@@ -22,13 +22,11 @@ from rft.workflow.endpoint_wire import (
     Count,
     Part,
     applied,
-    check_shown,
     checked,
+    in_call_order,
     only,
-    shows,
-    taken,
-    wrong,
 )
+from rft.workflow.message_content import check_shown, shows, taken, wrong
 
 IGNORED = (
     "client_metadata",
@@ -190,7 +188,7 @@ def read(body: Any) -> ApiRequest:
     tools = None if request.tools is None else tuple(tool.chat_form() for tool in request.tools)
     return ApiRequest(
         model=request.model,
-        **taken([*([] if previous else system), *_messages(request.input)]),
+        **taken(in_call_order([*([] if previous else system), *_messages(request.input)])),
         tools=() if body.get("tool_choice") == "none" else tools,
         stream=request.stream,
         sampling=sampling,
