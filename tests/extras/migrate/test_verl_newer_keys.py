@@ -344,7 +344,10 @@ def test_keys_of_sft_trainer_that_would_change_results_are_refused(
 
 def test_data_for_a_model_of_images_is_a_question(tmp_path: Path) -> None:
     """Its script names nothing else that tells."""
-    (question,) = trainer(tmp_path, "model.path=/m/Qwen3-VL-2B-Instruct").questions
+    c = trainer(tmp_path, "model.path=/m/Qwen3-VL-2B-Instruct")
+    (question,) = c.questions
+    assert found(c)["buffer.trainer_input.experience_buffer.format.image_key"] == "images"
+    assert found(c)["trainer.train_vision"] is True and not c.errors, c.errors
     assert (
         question.startswith("Do the rows hold images?")
         and not trainer(tmp_path, "model.path=/m/vlad").questions

@@ -125,9 +125,12 @@ def prepare(d: Draft) -> None:
         d.put(f"{BUFFER}.format.prompt_key", _column(d, "prompt"), "data.prompt_key")
         d.put(f"{BUFFER}.format.response_key", _column(d, "response"), "data.response_key")
     if re.search(r"[-_]vl([-_]|$)", d.text("model.partial_pretrain").lower()):
+        d.put(f"{BUFFER}.format.image_key", "images", "veRL reads this column where it is")
+        if not d.whole("model.lora_rank"):
+            d.put("trainer.train_vision", True, "veRL trains the vision tower")
         d.questions.append(
-            "Do the rows hold images?  The model reads them, but rft check refuses such rows: name "
-            "data of texts."
+            "Do the rows hold images?  Their column `images` is read.  Else write --set "
+            f"{BUFFER}.format.image_key="
         )
     size = positive(d, "data.train_batch_size")
     d.put("buffer.batch_size", size, "data.train_batch_size")
