@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -68,12 +70,20 @@ def test_containers_of_killed_processes_are_removed(
         f"rft-{pid}-{began}-{int(space) + 1}-{number}": True,  # of another process space
         f"rft-{2**22 + 1}-{began}-{space}-{number}": False,
     }
+    # as Podman's monitor of each
+    waiting = [sys.executable, "-c", "input()"]
+    monitors = {
+        name: subprocess.Popen([*waiting, "-n", name], stdin=subprocess.PIPE) for name in names
+    }
     try:
         for name in names:
             engine.run("create", "--network", "none", "--name", name, image, "true")
         remove_ownerless.__wrapped__(engine)
         left = engine.run("ps", "--all", "--format", "{{.Names}}").decode().split()
         assert {name: name in left for name in names} == names
+        for name, stays in names.items():
+            monitors[name].communicate(b"\n")
+            assert monitors[name].returncode == (0 if stays else -signal.SIGKILL)
     finally:
         for name in names:
             engine.remove(name)
