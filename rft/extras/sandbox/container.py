@@ -79,15 +79,19 @@ class EngineCommand:
 
     def run(self, *words: str, stdin: bytes = b"") -> bytes:
         """Return the output of a command.  Raises RuntimeFailed, SandboxUnavailable."""
+        # Podman leaves its copy of an archive in the temporary folder
+        folder = tempfile.TemporaryDirectory(prefix=f"rft-engine-{os.getpid()}-")
         try:
-            done = subprocess.run(
-                [*self.command, *words],
-                input=stdin,
-                capture_output=True,
-                timeout=_ENGINE_S,
-                check=False,
-                cwd=NOWHERE,
-            )
+            with folder as place:
+                done = subprocess.run(
+                    [*self.command, *words],
+                    input=stdin,
+                    capture_output=True,
+                    timeout=_ENGINE_S,
+                    check=False,
+                    cwd=NOWHERE,
+                    env={**os.environ, "TMPDIR": place},
+                )
         except subprocess.TimeoutExpired:
             raise RuntimeFailed(f"{words[0]}: no answer after {_ENGINE_S:g} s") from None
         except OSError as e:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from rft.extras.sandbox.local_runtime import MachineDriver
 from rft.extras.sandbox.processes import SandboxUnavailable
 from rft.extras.sandbox.runtime_pool import RuntimeLease, RuntimePool
 from rft.testing.runtime_contract import LIMIT_S, RuntimeContract
-from rft.types.runtimes import RuntimeFailed, RuntimeSpec
+from rft.types.runtimes import AgentRuntime, RuntimeFailed, RuntimeSpec, packed
 from tests.extras.sandbox import containers
 
 
@@ -45,6 +46,16 @@ class TestContainers(RuntimeContract):
 
     def driver(self) -> ContainerDriver:
         return ContainerDriver(command=self.command)
+
+    def test_copying_leaves_no_file(
+        self, start: Callable[..., AgentRuntime], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+        runtime = start()
+        before = set(tmp_path.iterdir())
+        runtime.put(packed({"/app/a": b"1"}))
+        runtime.get("/app/a", most_bytes=1 << 20)
+        assert set(tmp_path.iterdir()) == before
 
     def nothing_is_left(self, owner: int) -> None:
         line = [*self.command, "ps", "--all", "--quiet", "--filter", f"name=rft-{owner}-"]
