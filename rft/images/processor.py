@@ -192,19 +192,20 @@ class ImageProcessor:
         text = f"{before}{self.family.token * count}{after}"
         return PreparedImage(values, grid, text, count, picture.size, digest.hexdigest())
 
-    def expand(self, text: str, images: Sequence[PreparedImage]) -> str:
-        """Replace the placeholders of a rendered chat, in order.  Raises ValueError unless there is
-        one for each image.
+    def expand(self, pieces: Sequence[str], images: Sequence[PreparedImage]) -> list[str]:
+        """Replace the placeholders in consecutive pieces of a rendered chat, in order.  Raises
+        ValueError unless there is one for each image.
         """
-        parts = text.split(self.family.placeholder)
-        if len(parts) != len(images) + 1:
+        parts = [piece.split(self.family.placeholder) for piece in pieces]
+        count = sum(map(len, parts)) - len(parts)
+        if count != len(images):
             raise ValueError(
-                f"the prompt has {len(parts) - 1} placeholders ({self.family.placeholder}) and "
+                f"the prompt has {count} placeholders ({self.family.placeholder}) and "
                 f"{len(images)} images; the chat template must write one for each image, and no "
                 f"text may contain it"
             )
-        after = [""] if not images else [*(x.text for x in images), ""]
-        return "".join(part + image for part, image in zip(parts, after, strict=True))
+        texts = iter([image.text for image in images])
+        return [first + "".join(next(texts) + part for part in rest) for first, *rest in parts]
 
     def places(
         self,

@@ -272,7 +272,7 @@ def _rows(
                     tokens=tokens,
                     truth=task.truth,
                     gold_reward=gold,
-                    images=_described(images, task) if model is not None else (),
+                    images=described(images, task) if model is not None else (),
                 )
             )
     cut = taskset.settings.prompt_truncation
@@ -304,7 +304,7 @@ def _prompt(
     return text, model.count_tokens(text) + more if model.can_count else None
 
 
-def _described(images: ImageTokens, task: Task) -> tuple[str, ...]:
+def described(images: ImageTokens, task: Task) -> tuple[str, ...]:
     sizes = ((*image.size, image.num_tokens) for image in images.read(task).values())
     return tuple(f"{width} x {height} pixels, {tokens} tokens" for width, height, tokens in sizes)
 

@@ -33,13 +33,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shown.make(tmp_path_factory.mktemp("vision") / "model", "qwen2_5_vl")
 
 
-def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Return the largest difference of a tensor, relative to the gradient's norm."""
-    assert a.keys() == b.keys(), set(a) ^ set(b)
-    norm = float(torch.stack([t.norm() for t in b.values()]).norm())
-    return max(float((a[n] - b[n]).norm()) for n in a) / norm
-
-
 def cut(rows: list[TrainRow], tokens: int) -> list[list[TrainRow]]:
     (micro_batches,) = plan(rows, 1, Budget(tokens))
     return [[rows[i] for i in micro] for micro in micro_batches]
@@ -74,7 +67,7 @@ def test_log_probs_and_gradient_are_those_of_transformers(
                 for row, score in zip(micro, scores, strict=True):
                     want = row.logprobs[row.loss_mask]
                     assert score["old"] == pytest.approx(want, rel=1e-5, abs=1e-5)
-            assert apart(learner.gradient(batch), expected) <= 1e-5
+            assert shown.apart(learner.gradient(batch), expected) <= 1e-5
 
 
 def test_sft_and_dpo_have_the_gradient_of_transformers(
@@ -104,7 +97,7 @@ def test_sft_and_dpo_have_the_gradient_of_transformers(
         tokens = sum(row.counted for row in rows)
         scale = 1.0 if algorithm is SFT else 0.1 / 2 * tokens / 3
         due = {n: g * scale for n, g in expected.items() if not shown.of_tower(n)}
-        assert apart(found, due) <= 1e-5
+        assert shown.apart(found, due) <= 1e-5
 
 
 def test_an_adapter_is_put_on_the_text_layers_and_learns_from_images(
