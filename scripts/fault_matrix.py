@@ -1,10 +1,11 @@
 """Plays the fault matrix of the buffer and writes its dated table.
 
     python scripts/fault_matrix.py [--seeds 20] [--storages sql,file,queue,postgresql] [--only F5]
-    [--write]
+    [--images] [--write]
 
 Every case is a run with real processes that are killed, stopped, or given a failing disk, and
-judged by files alone (`tests.helpers.lab`).  `--write` puts the table into docs/measured/fault-matrix.md.
+judged by files alone (`tests.helpers.lab`).  `--images` plays the cases of kill -9 with rows that
+show images.  `--write` puts the table of either into docs/measured/fault-matrix.md.
 Exit code 1 if any case fails.
 """
 
@@ -31,8 +32,10 @@ from tests.helpers.lab.lab import Nursery, build_shim, nursery  # noqa: E402
 from tests.helpers.postgres import PostgresServer, programs  # noqa: E402
 
 PAGE = ROOT / "docs" / "measured" / "fault-matrix.md"
-BEGIN = "<!-- matrix: written by scripts/fault_matrix.py -->"
-END = "<!-- end of the matrix -->"
+MARKS = (
+    ("<!-- matrix: written by scripts/fault_matrix.py -->", "<!-- end of the matrix -->"),
+    ("<!-- images: written by scripts/fault_matrix.py -->", "<!-- end of images -->"),
+)
 
 
 @dataclass
@@ -80,6 +83,7 @@ def main() -> int:
     )
     parser.add_argument("--storages", default="sql,file,queue,postgresql")
     parser.add_argument("--only", default="", help="numbers of the fault table, e.g. F1,F5")
+    parser.add_argument("--images", action="store_true", help="rows show images")
     parser.add_argument(
         "--write", action="store_true", help=f"put the table into {PAGE.relative_to(ROOT)}"
     )
@@ -92,7 +96,10 @@ def main() -> int:
     ):
         for storage in options.storages.split(","):
             for case, plan in cases(storage):
-                if not options.only or case.number in options.only.split(","):
+                if options.images:
+                    plan = {**plan, "images": True}
+                due = case.name.startswith("kill -9") or not options.images
+                if due and (not options.only or case.number in options.only.split(",")):
                     line = lines.setdefault((case.number, case.name), Line(case.number, case.name))
                     line.storages.append(storage)
                     play(processes, case, plan, options.seeds, line)
@@ -100,7 +107,7 @@ def main() -> int:
     table = summary(list(lines.values()), options.seeds, time.monotonic() - began)
     print(table)
     if options.write:
-        pages.put(PAGE, BEGIN, END, table)
+        pages.put(PAGE, *MARKS[options.images], table)
     return int(any(line.failed for line in lines.values()))
 
 
