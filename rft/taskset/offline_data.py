@@ -391,8 +391,8 @@ class _Tokens:
             pieces += [before[len(done) :], through[len(before) :]]
             done = through
             if any(names_in([messages[i]])):
-                wrong = "an answer to imitate shows an image, and models write texts"
-                raise ConfigError(f"{where}, message {i}: {wrong}", key=self._key)
+                text = f"{where}, message {i}: an answer to imitate shows an image"
+                raise ConfigError(f"{text}, and models write texts", key=self._key)
             if wrong := _other(messages[i], pieces[-1]):
                 raise ConfigError(f"{where}, message {i}: {wrong}", key=self._key)
         read = messages[: trained[-1]]
