@@ -85,12 +85,12 @@ $(AGENTS)/.installed: scripts/agents/package.json scripts/agents/package-lock.js
 gpu-proof: install  ## what can be proven about GPUs without one: fake GPU, bfloat16, nodes, vLLM's fields (ARGS=--break-it)
 	$(RUN)python scripts/gpu_proof.py $(ARGS)
 
-test-cuda-build: install $(CUDA)/.installed  ## settings of engines in vLLM's CUDA build, on faked GPUs without a driver (12 GB; for a nightly job)
+test-cuda-build: install $(CUDA)/.installed  ## vLLM's CUDA build on faked GPUs without a driver, and tests with its torch (12 GB; an hour; for a nightly job)
 	RFT_CUDA_PYTHON=$(abspath $(CUDA))/bin/python $(RUN)python -m pytest -rs -n 0 tests/integration/test_vllm_cuda_build.py $(ARGS)
 
 $(CUDA)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(CUDA)
-	$(CUDA)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[vllm]"
+	$(CUDA)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[vllm,dev]"
 	@touch $@
 
 test-all: install  ## all tests, also soaks, faults and matrices

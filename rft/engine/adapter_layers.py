@@ -10,6 +10,7 @@ published layer, concatenated along its output.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -181,12 +182,12 @@ def product(pair: Pair, x: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def apart(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Return the largest difference relative to the largest value of `want`."""
-    return float(
-        (got.float() - want.float()).abs().max() / want.float().abs().max().clamp_min(1e-30)
-    )
+    """Return the largest difference relative to the largest value of `want`; inf where one is nan."""
+    size = want.float().abs().max().clamp_min(1e-30)
+    error = float((got.float() - want.float()).abs().max() / size)
+    return math.inf if math.isnan(error) else error
 
 
 def worst(first: tuple[float, str], second: tuple[float, str]) -> tuple[float, str]:
-    """Return the larger error with its layer; nan counts as largest."""
-    return second if not second[0] <= first[0] else first
+    """Return the larger error with its layer."""
+    return second if second[0] > first[0] else first

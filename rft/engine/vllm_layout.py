@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rft.engine.adapter_layers import apart
+from rft.engine.adapter_layers import apart, worst
 
 Shard = str | int | None  # part of a merged parameter; None = the whole parameter
 Published = dict[str, dict[Shard, torch.Tensor]]  # vLLM's parameter name -> its parts
@@ -218,8 +218,7 @@ def probe(
     """
     random = torch.Generator().manual_seed(seed)
     count = 0
-    error = 0.0
-    worst = ""
+    error = (0.0, "")
     tied = {
         id(p): unwrapped_name(n)
         for n, p in reversed(list(model.named_parameters(remove_duplicate=False)))
@@ -234,12 +233,9 @@ def probe(
             continue
         biases = by_layer.get((id(module), "bias"))
         got, want = _compare(module, parts, biases, device, random, sample)
-        difference = apart(got, want)
         count += 1
-        if not difference <= error:  # also true for nan
-            error = difference
-            worst = name
-    return count, error, worst
+        error = worst(error, (apart(got, want), name))
+    return count, *error
 
 
 def _compare(

@@ -33,6 +33,7 @@ MAX_BYTES = 16 << 20  # of a body
 MAX_VALUES = 1 << 20  # in a body: numbers, texts, lists, objects
 MAX_DEPTH = 64
 MAX_N = 128
+MAX_IMAGES = 64  # in a body, different ones: each takes up to a second to decode
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1000
 # texts of JSON, also an unclosed last one
@@ -112,6 +113,10 @@ class ApiRequest:
     without_instructions: bool = False
     ignored: tuple[str, ...] = ()
     echo: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (count := len(self.images)) > MAX_IMAGES:
+            raise ApiError(400, f"the body has {count} images; at most {MAX_IMAGES} are taken")
 
 
 def parse(body: bytes) -> Any:

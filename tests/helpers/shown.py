@@ -109,7 +109,9 @@ def logprobs(model: Any, folder: Path, row: TrainRow) -> torch.Tensor:
     types = torch.zeros_like(ids)
     if row.images:
         pictures = [Picture.open(io.BytesIO(i.data)).convert("RGB") for i in row.images]
-        batch = AutoImageProcessor.from_pretrained(folder)(images=pictures, return_tensors="pt")
+        batch = AutoImageProcessor.from_pretrained(folder, backend="pil")(
+            images=pictures, return_tensors="pt"
+        )
         inputs = {name: batch[name] for name in ("pixel_values", "image_grid_thw") if name in batch}
         types[:, :start] = (ids[:, :start] == token).long()
         if model.config.model_type == "gemma3":

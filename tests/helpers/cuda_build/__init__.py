@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +50,23 @@ def play(
     """Run a module of this package in the CUDA environment, with `lines` as its input and the
     driver in `folder`; return the JSON objects that it prints.
     """
-    run = subprocess.run(
-        [PYTHON, "-m", f"{__name__}.{module}", *arguments],
-        input="\n".join(lines),
+    command = ["-m", f"{__name__}.{module}", *arguments]
+    done = run(command, folder, "\n".join(lines))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def run(
+    command: Sequence[str], folder: Path, text: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run Python of the CUDA environment with `text` as its input and the driver in `folder`."""
+    return subprocess.run(
+        [PYTHON, *command],
+        input=text,
         capture_output=True,
         text=True,
         cwd=ROOT,
         env=os.environ | {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(ROOT)},
-        timeout=1800,
+        timeout=5400,
         check=False,
     )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 MEMORY = 80 << 30
+UNITS = 132  # that compute
 
 
 def install(capability: tuple[int, int]) -> None:
@@ -27,7 +28,7 @@ def install(capability: tuple[int, int]) -> None:
         "is_fully_connected": True,
         "log_warnings": None,
         "set_device": None,
-        "num_compute_units": 132,
+        "num_compute_units": UNITS,
     }
     methods = {
         name: classmethod(lambda cls, *_, answer=answer, **__: answer)  # type: ignore[misc]
@@ -39,7 +40,7 @@ def install(capability: tuple[int, int]) -> None:
         major=capability[0],
         minor=capability[1],
         total_memory=MEMORY,
-        multi_processor_count=132,
+        multi_processor_count=UNITS,
         shared_memory_per_block_optin=232448,
         L2_cache_size=50 << 20,
         warp_size=32,
@@ -51,5 +52,11 @@ def install(capability: tuple[int, int]) -> None:
         (torch.cuda, "get_device_properties", properties),
         (torch.cuda, "current_device", 0),
         (torch.accelerator, "device_count", 8),
+        (torch.accelerator, "current_device_index", 0),
     ):
         setattr(module, name, lambda *_, answer=answer, **__: answer)
+
+    from vllm.model_executor.models import registry
+
+    # otherwise each model class is looked at in a process of its own, which imports vLLM
+    registry._run_in_subprocess = lambda look: look()

@@ -20,6 +20,15 @@ ROOT = Path(__file__).parents[3]
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 
+def missing() -> str:
+    """Return what this machine lacks for a fake GPU, or nothing.  A torch with CUDA has its own."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    if Path(spec.origin).with_name("lib").joinpath("libtorch_cuda.so").exists():
+        return "a torch for CPUs"
+    return "" if COMPILER else "g++ or clang++"
+
+
 def build(folder: Path) -> Path:
     """Compile the device's guard into `folder` with `COMPILER`."""
     spec = importlib.util.find_spec("torch")

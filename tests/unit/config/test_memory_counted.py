@@ -37,7 +37,7 @@ WHOLE = (
     ("llama-70b", None, 1, 7, 2048, 8192, CHECKPOINTING, LORA),
     ("gemma3-4b", None, 1, 7, 1024, 8192, KEEPING),
 )
-needs_compiler = pytest.mark.skipif(fake_gpu.COMPILER is None, reason="needs g++ or clang++")
+needs_fake_gpu = pytest.mark.skipif(bool(fake_gpu.missing()), reason=f"needs {fake_gpu.missing()}")
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +88,14 @@ def report(case: tuple[Any, ...], count: dict[str, Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-@needs_compiler
+@needs_fake_gpu
 @pytest.mark.e2e
 def test_estimate_is_never_below_what_a_step_allocates(library: Path) -> None:
     """U5: models of real width with few layers."""
     _within(FEW_LAYERS, counted(library, FEW_LAYERS))
 
 
-@needs_compiler
+@needs_fake_gpu
 @pytest.mark.slow
 def test_estimate_of_whole_models_is_within_its_margin(library: Path) -> None:
     """U5: dense and mixture models, adapters, colocated engines, 4 to 56 ranks."""

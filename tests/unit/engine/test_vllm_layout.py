@@ -146,3 +146,15 @@ def test_a_sample_of_outputs_finds_a_wrong_part(
         assert probe(model, given, torch.device("cpu"), seed=seed, sample=sample)[1] > 0.05
     assert vllm_layout.sample_of(torch.device("cpu")) is None
     assert vllm_layout.sample_of(torch.device("cuda")) == vllm_layout.SAMPLE
+
+
+@pytest.mark.filterwarnings("ignore")  # of what vLLM imports
+def test_a_layer_that_computes_nan_is_found_before_right_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where a sleep has dropped a weight that no load restores."""
+    model = nn.ModuleDict({"lost": Router(), "right": Router()})
+    monkeypatch.setattr(vllm_layout, "probed_modules", lambda model: model.items())
+    given = {f"{n}.weight": {None: m.weight.detach().clone()} for n, m in model.items()}
+    model["lost"].weight.data.fill_(float("nan"))
+    assert probe(model, given, torch.device("cpu"), seed=0) == (2, float("inf"), "lost")

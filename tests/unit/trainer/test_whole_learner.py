@@ -34,7 +34,7 @@ COPIES: dict[str, set[str]] = {
 }
 FEW = ("shared", "critic", "qwen3_moe")
 
-pytestmark = pytest.mark.skipif(fake_gpu.COMPILER is None, reason="needs g++ or clang++")
+pytestmark = pytest.mark.skipif(bool(fake_gpu.missing()), reason=f"needs {fake_gpu.missing()}")
 
 
 @pytest.fixture(scope="module")

@@ -264,6 +264,10 @@ BAD: dict[str, tuple[Callable[[str], dict[str, Any]], str]] = {
         "2 placeholders",
     ),
     "budget": (lambda page: body(page, ["x", *[RED.data, BLUE.data] * 40]), "tokens"),
+    "many": (
+        lambda page: body(page, [tiny_vision.picture((n, n, n), size=(8, 8)) for n in range(65)]),
+        "the body has 65 images; at most 64",
+    ),
     "address": (_address, "nothing is downloaded"),
     "no_base64": (_no_base64, "is not base64"),
     "instruction": (_in_an_instruction, "images are for the user|a list of text parts"),

@@ -67,7 +67,7 @@ NAMES = {
     ),
 }
 REFUSED = {
-    "build_mm_message": "images and video are not served; leave the multimodal parts out",
+    "build_mm_message": "the messages of a task show its images: send task.task_desc as it is",
     "AdvantageFn": "write a function of the whole train step, see docs/howto/algorithm.md",
     "GroupAdvantage": "write a function of the whole train step, see docs/howto/algorithm.md",
     "PolicyLossFn": "write a function of a micro-batch that gives sums over the step's "
