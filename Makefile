@@ -47,7 +47,7 @@ quickstart: install  ## fetch SmolLM2 and watch it learn (ENGINE=vllm|transforme
 test: install  ## the fast tests, about four minutes on two cores (WORKERS=2 ARGS=--durations=20)
 	$(RUN)python -m pytest -m "not slow and not e2e" -n $(WORKERS) $(ARGS)
 
-test-e2e: install  ## whole real runs (Ray, vLLM, ranks, processes), and what takes over two seconds (WORKERS=2)
+test-e2e: install  ## whole real runs (Ray, vLLM, ranks, processes), and what takes over one second (WORKERS=2)
 	$(RUN)python -m pytest -m "e2e and not slow and not browser" -n $(WORKERS) $(ARGS)
 
 test-core: install  ## in a copy without rft/extras: the core's fast tests, and the quickstart's run (QUICKSTART="key=value ...")

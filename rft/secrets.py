@@ -14,6 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from pathlib import Path
 
 _SECRET_NAME = re.compile(
@@ -62,12 +63,14 @@ REDACTED = "***"
 _values: set[str] = set()
 
 
+@lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
     """Return whether a config key, header or environment variable of this name is secret."""
     named = _SECRET_NAME.search(name) is not None or _KEY_VARIABLE.fullmatch(name) is not None
     return named and not _NOT_SECRET.search(name)
 
 
+@lru_cache(maxsize=4096)
 def is_free_map(name: str) -> bool:
     """Return whether a config key contains environment variables or headers, of arbitrary names."""
     return _FREE.fullmatch(name) is not None

@@ -13,6 +13,7 @@ whose files FOLDER does not have stay as they were measured.
 from __future__ import annotations
 
 import argparse
+import base64
 import collections
 import json
 import os
@@ -32,6 +33,7 @@ from rft.plugins import REGISTRY, load_shipped, refused_names
 from rft.preflight.check import check
 from rft.preflight.check_report import Report
 from rft.taskset.settings import FormatSettings
+from rft.testing.tiny_vision import picture
 
 PAGE = Path(__file__).parent.parent / "docs" / "measured" / "from-trinity-files.md"
 SECTIONS = {"model", "buffer", "algorithm", "explorer", "trainer", "mode"}
@@ -143,7 +145,8 @@ def brought(report: Report, work: Path) -> list[str]:
     assert report.plan is not None and report.config is not None
     plan = report.plan
     buffers = report.config.buffer.trainer_input.auxiliary_buffers
-    model = tiny(work)
+    sets = (*plan.explorer.tasksets, *plan.explorer.eval_tasksets)
+    model = tiny(work, images=any(t.format.image_key for t in sets))
     found = [f"model.model_path={model}", f"checkpoint_root_dir={work}/runs"]
     if plan.learner.critic.model_path != plan.learner.model_path:
         found.append(f"model.critic_model_path={model}")
@@ -177,17 +180,16 @@ def brought(report: Report, work: Path) -> list[str]:
     return found
 
 
-def tiny(work: Path) -> Path:
-    """The tiny model with room for the longest contexts; nothing is run."""
-    from rft.testing.tiny import make
+def tiny(work: Path, *, images: bool = False) -> Path:
+    """A tiny model, of texts or of images too, with room for the longest contexts; nothing is run."""
+    from rft.testing import tiny, tiny_vision
 
-    folder = work / "model"
+    folder = work / ("sees" if images else "model")
     if not folder.exists():
-        make(folder)
+        (tiny_vision if images else tiny).make(folder)
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(
-            json.dumps(config | {"max_position_embeddings": 1 << 17})
-        )
+        config.get("text_config", config)["max_position_embeddings"] = 1 << 17
+        (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -209,6 +211,10 @@ def rows(
         form.response_key: "2",
         **{column: f"{i}" for i, column in enumerate(more)},
     }
+    if form.image_key:
+        file = base64.b64encode(picture((220, 30, 30))).decode()
+        row[form.image_key] = [f"data:image/png;base64,{file}"]
+        texts[form.prompt_key] = "<image>1 + 1?"
     lists = {form.messages_key: [*chat, {"role": "assistant", "content": "2"}]}
     if form.prompt_type == "messages":
         lists[form.prompt_key] = chat

@@ -98,6 +98,21 @@ class MathEvalWorkflow(MathBoxedWorkflow):
         )
 
 
+class ThinkArgs(BoxedArgs):
+    with_think: bool = True
+
+
+class ThinkBoxedWorkflow(MathBoxedWorkflow):
+    """`math_boxed_workflow` that asks for <think>...</think> first, as Trinity-RFT does of questions
+    with images.
+    """
+
+    def __init__(
+        self, use_base: bool = False, with_think: bool = True, system_prompt: str | None = None
+    ) -> None:
+        super().__init__(use_base, with_think, system_prompt)
+
+
 class MathRuler(MathWorkflow):
     """`math_workflow`, scored by comparing all answers to a task."""
 
@@ -111,4 +126,6 @@ for _name in ("async_math_workflow", "math_rm_workflow", "async_math_rm_workflow
 for _name in ("math_ruler_workflow", "async_math_ruler_workflow"):
     register.workflow(_name, args=MathArgs)(MathRuler)
 register.workflow("async_math_boxed_workflow", args=BoxedArgs)(MathBoxedWorkflow)
+for _name in ("simple_mm_workflow", "async_simple_mm_workflow"):
+    register.workflow(_name, args=ThinkArgs)(ThinkBoxedWorkflow)
 register.workflow("async_math_eval_workflow", args=EvalArgs)(MathEvalWorkflow)

@@ -1,17 +1,19 @@
 """Decide whether a process that has work makes progress.  Depends on no engine: finished steps are
 reported to it, processor time is read from the processes.
 
-Signs of life are a finished step, processor time (the only sign during a long step) and waiting for
-a disk.
+Signs of life are a finished step, processor time (the only sign during a long step), waiting for a
+core and waiting for a disk.
 Invariant: time in which the watcher itself did not run (a suspended machine, a blocked loop) does
 not count.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -27,13 +29,14 @@ class Usage:
     cpu_s: float  # total processor time
     stopped: bool = False  # a process is stopped by SIGSTOP or a debugger
     on_disk: bool = False  # a process waits for a disk
+    queued_s: float = 0.0  # time in which its threads were ready and had no core; Linux alone says
 
 
 def usage(pids: Iterable[int], *, family: bool = True) -> Usage:
     """Return the usage of the processes `pids` and, with `family`, their descendants; ended
     processes count as zero.
     """
-    cpu_s = 0.0
+    cpu_s = queued_s = 0.0
     states = set()
     for pid in pids:
         try:
@@ -49,11 +52,24 @@ def usage(pids: Iterable[int], *, family: bool = True) -> Usage:
             except psutil.NoSuchProcess:
                 continue
             cpu_s += times.user + times.system
+            queued_s += _queued_s(process.pid)
     return Usage(
         cpu_s,
         psutil.STATUS_STOPPED in states or psutil.STATUS_TRACING_STOP in states,
         psutil.STATUS_DISK_SLEEP in states,
+        queued_s,
     )
+
+
+def _queued_s(pid: int) -> float:
+    """Return how long the threads of a process waited for a core: second field of `schedstat`, in
+    nanoseconds.
+    """
+    total = 0
+    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            total += int(file.read_text().split()[1])
+    return total / 1e9
 
 
 class Watch:
@@ -82,7 +98,7 @@ class Watch:
     def progress(self) -> None:
         self._looked = self._clock()
         self._without_step = self._without_sign = 0.0
-        self._cpu_s: float | None = None  # processor time at the last sign of life
+        self._last: Usage | None = None  # at the last sign of life
 
     def look(self, *, waits: bool = False) -> str:
         """Return why the processes count as hung; empty while they do not.
@@ -97,7 +113,7 @@ class Watch:
         current = self._usage()
         if current is None or (waits and not current.stopped) or self._alive(current):
             self._without_sign = 0.0
-            self._cpu_s = None if current is None else current.cpu_s
+            self._last = current
         if self._stall_s is not None and self._without_sign >= self._stall_s:
             reason = (
                 "one of its processes is stopped"
@@ -113,6 +129,8 @@ class Watch:
         if current.stopped:
             return False
         # first look, or a process has ended
-        if self._cpu_s is None or current.cpu_s < self._cpu_s or current.on_disk:
+        if self._last is None or current.cpu_s < self._last.cpu_s or current.on_disk:
             return True
-        return current.cpu_s - self._cpu_s >= BUSY_SHARE * (self._stall_s or 0.0)
+        # less if a thread has ended
+        queued_s = max(0.0, current.queued_s - self._last.queued_s)
+        return current.cpu_s - self._last.cpu_s + queued_s >= BUSY_SHARE * (self._stall_s or 0.0)

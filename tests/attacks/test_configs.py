@@ -185,6 +185,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.e2e
 @attack(
     "L",
     "a few lines that unfold to much",

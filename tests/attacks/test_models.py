@@ -207,6 +207,7 @@ TEMPLATES = {
 }
 
 
+@pytest.mark.e2e
 @attack(
     "L",
     "chat templates that loop, grow, or look for what is behind them",

@@ -564,6 +564,7 @@ def test_m3_a_plugin_that_exits_while_it_is_looked_at_is_no_success(tmp_path: Pa
     assert done.returncode == 4 and f"{file}, line 2, called sys.exit(0)" in done.stderr
 
 
+@pytest.mark.e2e
 @attack(
     "R8", "a plugin that ends the process while rft check imports it", "exit code 4 with its name"
 )

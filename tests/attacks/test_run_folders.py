@@ -185,6 +185,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
+@pytest.mark.e2e
 @attack(
     "L",
     "the experience buffer is put into another program's database",
@@ -235,6 +236,7 @@ MANIFESTS: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.e2e
 @attack(
     "–",
     "a checkpoint whose manifest or files were changed",

@@ -163,6 +163,7 @@ async def test_several_at_once(tmp_path: Path) -> None:
         assert READERS[kind](tmp_path)[0] == EXPECTED, kind
 
 
+@pytest.mark.e2e
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning"
 )

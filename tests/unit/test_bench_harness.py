@@ -51,6 +51,7 @@ def test_a_child_that_ends_says_why() -> None:
         pass
 
 
+@pytest.mark.e2e
 def test_a_child_that_says_nothing_is_told_with_its_log() -> None:
     with (
         child(answer_s=1) as echo,

@@ -6,6 +6,7 @@ SCORES = "rft.extras.migrate.score_functions"
 REFUSED = "rft.extras.migrate.compat.refused_plugins"
 KEYS = "rft.extras.migrate.compat.keys"
 EXTRA = Extra(
+    plugins=(f"{SCORES}.geometry",),
     commands={
         "convert": CliCommand(
             "Turn a veRL launch script or a YAML file of Trinity-RFT into a configuration.",

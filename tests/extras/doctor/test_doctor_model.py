@@ -255,6 +255,7 @@ def test_an_engine_that_is_not_installed_is_not_started(
     assert (line.state, line.text) == ("note", "not installed")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("objective", ["sft", "lora"])
 def test_the_other_objectives_of_the_table_are_exact_too(objective: Any, tmp_path: Path) -> None:
     folder = families.make("mistral", tmp_path / "model")

@@ -116,7 +116,7 @@ def test_trinitys_keys_are_known() -> None:
         ("trainer.gradclip", "Did you mean trainer.grad_clip?"),
         ("optimizer.lrr", "unknown key"),
         ("trainer.megatron", "has no meaning here: the one trainer is FSDP2"),
-        ("buffer.explorer_input.taskset.format.video_key", "multimodal inputs are not offered"),
+        ("buffer.explorer_input.taskset.format.video_key", "videos are not offered"),
         ("nonsense", "unknown key.  Known at the top: mode, "),
         ("learning_rate", "mean something like it: algorithm.optimizer, algorithm.optimizer.lr, "),
         ("num_epochs", "like it: buffer.total_steps, trainer.ppo_epochs, buffer.total_epochs"),

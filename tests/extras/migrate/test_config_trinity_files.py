@@ -92,6 +92,7 @@ KINDS: tuple[Any, ...] = (
 )
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", FILES)
 def test_mutated_files_end_in_a_report(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -79,7 +79,7 @@ def test_a_key_without_meaning_is_one_warning(pattern: str) -> None:
     [
         ("model.tinker", None),
         ("explorer.rollout_model.enable_expert_parallel", False),
-        ("explorer.rollout_model.enable_multimodal", False),
+        ("buffer.explorer_input.taskset.format.video_key", ""),
         ("trainer.trainer_config_path", ""),
     ],
 )

@@ -22,11 +22,11 @@ def test_advice_is_for_keys_that_do_not_exist(pattern: str) -> None:
 @pytest.mark.parametrize(
     ("key", "expected"),
     [
-        ("buffer.explorer_input.tasksets[0].format.video_key", "multimodal inputs are not offered"),
+        ("buffer.explorer_input.tasksets[0].format.video_key", "videos are not offered"),
         ("buffer.explorer_input.tasksets[0].format.promt_key", ""),
         (
             "buffer.trainer_input.auxiliary_buffers.x.format.video_key",
-            "multimodal inputs are not offered",
+            "videos are not offered",
         ),
         ("explorer.rollout_model.enable_expert_parallel", "use tensor_parallel_size"),
         ("explorer.auxiliary_models[0].enable_expert_parallel", "use tensor_parallel_size"),

@@ -95,6 +95,7 @@ async def test_naive_and_dapo(file: Path) -> None:
     assert parts.value == 0.0 and parts.parts["acc"] == 1.0
 
 
+@pytest.mark.e2e
 async def test_prime_scores_in_processes_that_are_killed(file: Path) -> None:
     prime = build(
         f"{file}:compute_score", {"reward_manager": "prime", "reward_timeout_s": 30, "bonus": 1}

@@ -397,7 +397,6 @@ def test_a_loss_is_not_given_arguments_that_it_does_not_read() -> None:
         (f"{R}.agent.agent_loop_config_path=loop.yaml", "rft new workflow"),
         (f"{R}.multi_turn.interaction_config_path=i.yaml", "rft new env"),
         (f"{R}.name=sglang", "--set explorer.rollout_model.engine_type=vllm"),
-        ("data.image_key=images", "rows with images are not offered"),
         ("data.sampler.class_path=s.py", "data_selector"),
     ],
 )
@@ -405,6 +404,45 @@ def test_a_person_decides(argument: str, says: str) -> None:
     c = made(*SHARED, argument)
     (row,) = c.refused
     assert says in row.outcome.reason and not c.errors
+
+
+IMAGES = ("data.image_key=pictures", "actor_rollout_ref.model.path=/m/Qwen2.5-VL-3B")
+TOWER = f"{A}.freeze_vision_tower"
+
+
+@pytest.mark.parametrize(
+    ("more", "column", "trained"),
+    [
+        ((), None, None),
+        (IMAGES[:1], "pictures", True),
+        (IMAGES[1:], "images", True),  # veRL's default column
+        ((*IMAGES, f"{TOWER}=False"), "pictures", True),
+        ((*IMAGES, f"{TOWER}=True"), "pictures", False),
+        ((*IMAGES, "actor_rollout_ref.model.lora_rank=8"), "pictures", None),  # the adapter alone
+        ((f"{TOWER}=False",), None, None),
+    ],
+)
+def test_images_have_their_column_and_their_tower(
+    more: tuple[str, ...], column: str | None, trained: bool | None
+) -> None:
+    c = made(*SHARED, *more)
+    values = found(c)
+    assert values.get("buffer.explorer_input.tasksets[0].format.image_key") == column
+    assert values.get("buffer.explorer_input.eval_tasksets[0].format.image_key") == column
+    assert values.get("trainer.train_vision") == trained and not c.refused and not c.errors
+
+
+def test_sizes_of_images_are_the_models() -> None:
+    sizes = "{max_pixels: 400, min_pixels: 16}"
+    for given in (
+        (f"data.mm_processor_kwargs={sizes}",),
+        ("data.mm_processor_kwargs.max_pixels=400", "data.mm_processor_kwargs.min_pixels=16"),
+    ):
+        values = found(made(*SHARED, *given))
+        assert values["model.image_processor_args.max_pixels"] == 400
+        assert values["model.image_processor_args.min_pixels"] == 16
+    (row,) = made(*SHARED, "data.mm_processor_kwargs={sampling_rate: 16000}").refused
+    assert row.outcome.reason == "sampling_rate: unknown argument"
 
 
 def test_the_way_out_that_is_named_is_one() -> None:

@@ -445,6 +445,7 @@ async def test_so_many_requests_at_a_time(service: Service, remote: RemoteSandbo
     assert all(v.right for v in await asyncio.gather(*many)) and service.most <= 2
 
 
+@pytest.mark.e2e
 async def test_waiting_for_room_is_not_the_time_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     remote = RemoteSandbox("http://sandbox", max_concurrent=1)
     said = json.dumps({"status": "Success", "run_result": {"stdout": "1"}}).encode()

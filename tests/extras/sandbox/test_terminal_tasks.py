@@ -149,6 +149,7 @@ async def test_an_agent_that_cannot_start_fails_the_run(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.e2e
 async def test_limits_variables_and_artifacts_of_a_task(tmp_path: Path) -> None:
     table = (
         'artifacts = ["/srv/out", {source = "/srv/more"}]\n'
@@ -230,6 +231,7 @@ def test_a_file_that_is_no_reward_is_an_error(name: str, text: str) -> None:
         read_reward(name, text.encode())
 
 
+@pytest.mark.e2e
 async def test_tests_without_a_reward_fail_the_run(tmp_path: Path) -> None:
     folder = _task(tmp_path, **{"tests/test.sh": "#!/bin/sh\necho broken\nexit 3\n"})
     with pytest.raises(RuntimeFailed, match=r"wrote no reward \(exit 3\): broken"):

@@ -224,6 +224,7 @@ def test_wrong_files_are_refused_with_the_key(text: str, said: str, tmp_path: Pa
         simulated(c, plan(c), tmp_path)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("gpus", [8, 64, 1024])
 def test_the_examples_are_foretold(gpus: int) -> None:
     c = cluster_file.load(CLUSTERS / f"{gpus}-gpus.yaml")

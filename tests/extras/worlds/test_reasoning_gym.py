@@ -51,6 +51,7 @@ def rows_of(name: str) -> tuple[Any, list[dict[str, Any]]]:
     return data, [dict(data[i]) for i in range(ITEMS)]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "name",
     [

@@ -130,7 +130,10 @@ class Run:
         assert max(counts.values(), default=0) <= self.settings.max_uses
 
 
-@pytest.mark.parametrize(("kind", "max_uses"), [("sql", 1), ("queue", 1), ("sql", 2)])
+@pytest.mark.parametrize(
+    ("kind", "max_uses"),
+    [("sql", 1), *(pytest.param(*x, marks=pytest.mark.e2e) for x in [("queue", 1), ("sql", 2)])],
+)
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=STEPS)
 def test_the_accounting_always_balances(kind: str, max_uses: int, actions: list[str]) -> None:

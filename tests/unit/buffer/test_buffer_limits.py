@@ -277,6 +277,7 @@ async def test_a_full_disk_is_waited_out(
     assert not audit_run(small_disk).problems
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["sql", "file", "queue"])
 async def test_a_disk_that_stays_full_is_told(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch

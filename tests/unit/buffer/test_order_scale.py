@@ -31,6 +31,7 @@ def waiting(groups: int) -> Iterator[ReadyGroup]:
         )
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "replay", [None, ReplaySettings(cooldown_s=1e-4)], ids=["fifo", "priority"]
 )

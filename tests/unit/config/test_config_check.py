@@ -447,6 +447,7 @@ def command(*arguments: str) -> tuple[int, str, str, float]:
     return done.returncode, done.stdout, done.stderr, seconds
 
 
+@pytest.mark.e2e
 def test_command_on_a_wrong_file_is_quick_and_light() -> None:
     runs = [command(str(GOOD.parent / "bad" / "unknown_key.yaml")) for _ in range(3)]
     code, out, err, _ = runs[0]
@@ -458,6 +459,7 @@ def test_command_on_a_wrong_file_is_quick_and_light() -> None:
     assert min(r[3] for r in runs) < 1.5
 
 
+@pytest.mark.e2e
 def test_command_on_a_good_file(model: Path) -> None:
     given = [
         str(GOOD / "short.yaml"),
@@ -499,6 +501,7 @@ def test_command_gives_errors_as_json() -> None:
     ]
 
 
+@pytest.mark.e2e
 def test_command_with_declared_gpus_on_a_machine_without(model: Path) -> None:
     given = [
         str(GOOD / "short.yaml"),

@@ -33,16 +33,26 @@ def roomy(folder: Path) -> Path:
     return folder
 
 
+of_each_file = pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(EXAMPLES)))
+
+
 @pytest.mark.extra
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(EXAMPLES)))
+@of_each_file
+def test_its_keys(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    schema = check(path, schema_only=True)
+    assert not schema.errors and schema.plan is not None
+
+
+@pytest.mark.e2e
+@pytest.mark.extra
+@of_each_file
 def test_example(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLES.parent)
     if path.parent.name == "command_line_agents":  # played by tests/integration
         program = tmp_path / path.stem
         program.touch(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    schema = check(path, schema_only=True)
-    assert not schema.errors and schema.plan is not None
     make = tiny_vision.make if path.parent.name == "colour" else roomy
     options = [f"model.model_path={make(tmp_path / 'model')}"]
     if path.parent.name == "judge_local":  # a question in bytes is longer than in words

@@ -250,6 +250,7 @@ def test_what_has_no_alignment(tiny_model: Path, entry: str, says: str) -> None:
     assert "auxiliary_models[0].alignment" in str(found) and says in str(found), found
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", ["opsd", "sdft", "sdpo"])
 @pytest.mark.parametrize(
     ("more", "says"),

@@ -251,6 +251,7 @@ TREES = st.recursive(
 )
 
 
+@pytest.mark.e2e
 @given(TREES)
 def test_any_values_are_validated_or_refused(value: Any) -> None:
     with pytest.raises(ConfigError):

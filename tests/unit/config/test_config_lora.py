@@ -137,6 +137,7 @@ def peft_folder(
     return folder
 
 
+@pytest.mark.e2e
 def test_check_knows_the_models_layers(tiny_model: Path) -> None:
     assert not checked(tiny_model, "{target_modules: [q_proj, mlp.up_proj]}").errors
     (error,) = checked(tiny_model, "{target_modules: [q_proj, query_key_value]}").errors
@@ -168,6 +169,7 @@ def test_an_adapter_may_have_other_names_than_the_models_files(
     assert "belongs to another model" in str(told.errors[0])
 
 
+@pytest.mark.e2e
 def test_check_looks_into_an_adapters_folder(tiny_model: Path, tmp_path: Path) -> None:
     (error,) = checked(tiny_model, f"{{path: {tmp_path / 'nowhere'}}}").errors
     assert (

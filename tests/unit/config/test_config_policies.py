@@ -421,6 +421,7 @@ def test_memory_of_the_critic_and_of_the_window() -> None:
     assert window["weights of the window's start"] == 4 * SHAPE.parameters
 
 
+@pytest.mark.e2e
 def test_check_looks_at_the_critics_model(tiny_model: Path, tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

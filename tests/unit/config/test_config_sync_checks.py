@@ -198,6 +198,7 @@ def test_an_adapter_alone_for_latent_attention(tmp_path: Path) -> None:
     assert not said("vllm", merge=True) and not said("transformers")
 
 
+@pytest.mark.e2e
 def test_an_adapter_alone_beside_experts(tmp_path: Path) -> None:
     """vLLM's own LoRA layers, which it has where it captures graphs, are around the experts too."""
     folder = tiny.make(tmp_path / "m", family="qwen3_moe", **families.TINY["qwen3_moe"])

@@ -317,6 +317,7 @@ def test_pipelines_refused(here, change, key, message):
     assert any(k.startswith(key) and message in m for k, m in found.items()), found
 
 
+@pytest.mark.e2e
 def test_a_run_makes_the_file_once_and_goes_on_with_it(here, capsys):
     def run(*more: str) -> str:
         execute(Path("run.yaml"), [*MADE, *more], in_process=True)

@@ -265,6 +265,7 @@ async def test_what_it_cannot_do(server: Server, monkeypatch: pytest.MonkeyPatch
         await make(settings())
 
 
+@pytest.mark.e2e
 async def test_a_call_held_back_for_the_rate_is_told_to_who_waits(server: Server) -> None:
     engine, clock = await make(settings(requests_per_minute=60)), Clock()
     before = THROTTLED.set(clock)

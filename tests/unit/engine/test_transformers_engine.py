@@ -103,6 +103,7 @@ async def test_choices_share_the_probability(subject: Subject, tiny_model: Path)
         await subject.engine.generate(msgspec.structs.replace(request, choices=("yes", "yes")))
 
 
+@pytest.mark.e2e
 async def test_a_load_in_the_middle_recomputes_the_cache(
     subject: Subject, tiny_model: Path
 ) -> None:

@@ -94,6 +94,7 @@ class Router(nn.Module):
         )
 
 
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore")  # of what vLLM imports
 def test_a_layer_is_probed_in_the_type_of_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.ModuleDict({"gate": Router()})

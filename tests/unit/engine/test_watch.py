@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,11 +42,8 @@ class World:
         while self.now < began + seconds:
             self.now += self.watch.interval_s
             if self.used is not None:
-                self.used = Usage(
-                    self.used.cpu_s + share * self.watch.interval_s,
-                    self.used.stopped,
-                    self.used.on_disk,
-                )
+                used_s = self.used.cpu_s + share * self.watch.interval_s
+                self.used = dataclasses.replace(self.used, cpu_s=used_s)
             if step_every and self.now - last_step >= step_every:
                 last_step = self.now
                 self.watch.progress()
@@ -82,6 +82,15 @@ def test_a_slow_step_is_not_held_against_it(share: float, on_disk: bool) -> None
     world = World()
     world.used = Usage(5.0, on_disk=on_disk)
     assert world.passes(590.0, share=share) == (pytest.approx(590.0, abs=2.0), "")
+
+
+def test_one_that_waits_for_a_core_is_not_idle() -> None:
+    world = World()
+    for second in range(100):
+        world.used = Usage(5.0, queued_s=float(second))
+        assert world.passes(world.watch.interval_s)[1] == ""
+    world.used = Usage(5.0, queued_s=3.0)  # threads have ended, and nothing else happens
+    assert world.passes(100.0)[0] <= 14.0
 
 
 def test_a_long_generation_goes_on_for_ever() -> None:
@@ -200,3 +209,17 @@ def test_a_real_process_that_is_stopped_and_goes_on() -> None:
         assert usage([child.pid]).stopped
         assert usage([os.getpid()]).stopped and not usage([os.getpid()], family=False).stopped
     assert usage([child.pid]) == Usage(0.0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").is_file(), reason="not told by this kernel")
+def test_a_real_process_that_waits_for_its_core() -> None:
+    core = min(os.sched_getaffinity(0))
+    program = f"import os\nos.sched_setaffinity(0, [{core}])\nwhile True: pass"
+    with contextlib.ExitStack() as stack:
+        children = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(3)]
+        for child in children:
+            stack.enter_context(child)
+            stack.callback(child.kill)
+        deadline = time.monotonic() + 60
+        while (used := usage([x.pid for x in children])).queued_s < 0.5:
+            assert time.monotonic() < deadline, used

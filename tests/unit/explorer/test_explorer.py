@@ -315,6 +315,7 @@ async def test_cancelling_run_cancels_everything(world):
     assert asyncio.all_tasks() == before
 
 
+@pytest.mark.e2e
 async def test_one_stuck_run_holds_up_nobody_else(world):
     """31 of 32 runs answer; the last blocks a thread for ever.  It ends as a failed row at its
     deadline.

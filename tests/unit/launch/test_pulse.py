@@ -38,6 +38,7 @@ class Answering:
         return os.uname().nodename, self.pid
 
 
+@pytest.mark.e2e
 async def test_calls_of_a_process_that_hangs_end_and_it_is_named(child: int) -> None:
     process = Answering(child)
     pulse = Pulse("engine-0", process.beat, 0.5, 60.0)
@@ -56,6 +57,7 @@ async def test_calls_of_a_process_that_hangs_end_and_it_is_named(child: int) -> 
     assert not pulse.hung
 
 
+@pytest.mark.e2e
 async def test_a_call_may_take_long_while_the_process_answers(child: int) -> None:
     process = Answering(child)
     pulse = Pulse("engine-0", process.beat, 0.1, 0.2)
@@ -66,6 +68,7 @@ async def test_a_call_may_take_long_while_the_process_answers(child: int) -> Non
     assert process.beats <= beats + 1, "nobody asks while nothing is under way"
 
 
+@pytest.mark.e2e
 async def test_a_process_that_is_busy_has_until_the_other_limit() -> None:
     process = Answering(os.getpid())  # this one works in the meantime
     pulse = Pulse("engine-0", process.beat, 0.3, 1.5)

@@ -189,6 +189,7 @@ def test_a_truth_of_several_values_is_refused(
         value_of(reward, f"{one.numerator}{between}{two.numerator}", "7")
 
 
+@pytest.mark.e2e
 @given(NUMBERS, NUMBERS)
 def test_a_hedge_never_scores(one: Fraction, two: Fraction) -> None:
     if one != two:

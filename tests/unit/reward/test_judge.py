@@ -409,6 +409,7 @@ async def test_a_question_that_nobody_waits_for_is_cancelled() -> None:
 # ---------------------------------------------------------------- rates and money
 
 
+@pytest.mark.e2e
 async def test_waiting_for_a_rate_or_for_room_is_not_the_time_of_a_run() -> None:
     class Slow(FakeJudge):
         async def generate(self, request: GenerateRequest) -> list[Completion]:

@@ -385,6 +385,7 @@ async def test_a_function_may_score_the_whole_group(tmp_path):
     ] == [0.0, 2.0]
 
 
+@pytest.mark.e2e
 @pytest.mark.extra
 async def test_reasoning_gym_scores_its_own_rows():
     made = open_taskset(

@@ -79,6 +79,7 @@ def instructions() -> Iterator[Counter[str]]:
         sqlalchemy.event.remove(sqlalchemy.Engine, "connect", opened)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "settings",
     [{}, {"max_uses": 3, "replay": ReplaySettings(cooldown_s=1e-4)}],
@@ -205,6 +206,7 @@ async def test_a_checkpoint_costs_the_same_however_much_was_trained(
     assert many[0] <= 1.5 * few[0] and many[1] <= 1.5 * few[1], (few, many)
 
 
+@pytest.mark.e2e
 async def test_a_checkpoint_costs_the_same_however_much_waits(tmp_path: Path) -> None:
     """Instructions of the database."""
 

@@ -34,6 +34,7 @@ def opened(path, model, limit, *, refuse=False, **changes):
     )
 
 
+@pytest.mark.e2e
 def test_several_processes_leave_out_the_same_rows(tmp_path, tiny_model, monkeypatch):
     path = write(tmp_path, [i * 13 % 40 for i in range(30)])
     alone = opened(path, tiny_model, 30)

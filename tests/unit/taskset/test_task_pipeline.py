@@ -332,6 +332,7 @@ def test_an_own_operator_that_changes_makes_another_result(make, tmp_path):
     assert prepare(settings).fingerprint != first
 
 
+@pytest.mark.e2e
 def test_several_processes_give_the_same(make, tmp_path, monkeypatch):
     monkeypatch.setattr(parallel, "AT_ONCE", 3)
     (tmp_path / "plugins").mkdir()

@@ -32,6 +32,7 @@ def test_a_converted_model_is_used_as_it_is(tmp_path: Path) -> None:
     assert models.smollm2(tmp_path) == folder
 
 
+@pytest.mark.e2e
 def test_a_failed_download_says_so_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 PLUGIN = "rft.testing.pytest_plugin"
 TESTS = """
@@ -31,6 +33,7 @@ def test_trace(run_workflow, scripted_model):
 """
 
 
+@pytest.mark.e2e
 def test_the_fixtures(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_theirs.py").write_text(TESTS)

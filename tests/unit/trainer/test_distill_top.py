@@ -50,6 +50,7 @@ def taught(rows: list[TrainRow], k: int) -> list[TrainRow]:
     return made
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
 @pytest.mark.parametrize("k", [5, V])
 def test_gradients_are_those_of_float64(

@@ -262,6 +262,7 @@ def test_parts_are_put_together_without_ranks(
     assert a.keys() == b.keys() and all(torch.equal(t, b[n]) for n, t in a.items())
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("discrete", [False, True])
 def test_only_the_named_step_is_traced(
     discrete: bool, settings: Settings, rows: list[TrainRow], make_batch: Batch, tmp_path: Path

@@ -305,6 +305,7 @@ def test_a_resumed_run_is_the_same_run(
     assert not without.optimizer.state
 
 
+@pytest.mark.e2e
 def test_another_base_name_rank_or_kind_is_refused(
     trained: Learner, settings: Settings, tiny_model: Path, tmp_path: Path
 ) -> None:

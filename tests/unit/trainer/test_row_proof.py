@@ -298,6 +298,7 @@ HYBRIDS = (
 )
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_packed_rows_of_hybrids_have_the_gradients_of_rows_alone(
     family: str, tmp_path: Path, settings: Settings, group_of_rows: list[TrainRow]

@@ -399,6 +399,7 @@ async def test_several_passes_are_one_use_and_the_window_begins_with_each_versio
     assert told[1]["actor/ppo_kl"] != 0 and told[0]["rollout_corr/kl"] != 0
 
 
+@pytest.mark.e2e
 async def test_ppo_goes_on_from_its_checkpoint(
     buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]
 ) -> None:
@@ -514,6 +515,7 @@ async def test_running_out_of_memory_names_the_remedy(
         await Ranks(made).score([ScoreRow(tokens=np.array([1, 2, 3], np.int32), prompt_length=1)])
 
 
+@pytest.mark.e2e
 async def test_checkpoints_written_while_steps_go_on_are_the_same(
     buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]
 ) -> None:

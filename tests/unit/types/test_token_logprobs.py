@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +30,7 @@ def two_turns(**more: Any) -> Any:
     )
 
 
+@pytest.mark.e2e
 @given(st.lists(LOGPROB, min_size=6, max_size=6), st.lists(LOGPROB, min_size=6, max_size=6))
 def test_numbers_come_back_to_the_last_bit(engine: list[float], trainer: list[float]) -> None:
     x = row(NAME)

@@ -113,6 +113,7 @@ async def agent_of(agent: Callable[[str, str], Any]) -> WorkflowResult:
     return await run_workflow_async(Agent, "?", ScriptedModel("hello"), timeout_s=60.0)
 
 
+@pytest.mark.e2e
 async def test_strangers_get_nothing_and_change_nothing() -> None:
     seen: dict[str, int] = {}
 

@@ -640,6 +640,7 @@ async def test_a_real_engine_sees_exactly_the_text_of_a_completion(tiny_model):
     )
 
 
+@pytest.mark.e2e
 async def test_a_call_that_the_engine_aborted_is_asked_again_and_not_recorded():
     class Aborts(ScriptedEngine):
         async def generate(self, request):

@@ -186,6 +186,7 @@ def test_a_fork_that_fails_is_told_and_the_server_goes_on(monkeypatch):
         assert isolated_child._serve_order(theirs, None) and not ours.recv(500).isdigit()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("what", ["spins", "sleeps_in_c"])
 async def test_a_stuck_run_is_killed_at_its_deadline(recipes, what):
     await play(recipes, "unsafe_blocking", what="nothing")  # the server is up

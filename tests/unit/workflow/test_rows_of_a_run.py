@@ -247,6 +247,7 @@ def turn(prompt, answer):
     return Turn(messages=(), completion=completion)
 
 
+@pytest.mark.e2e
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_a_call_joins_the_newest_chain_that_it_goes_on_from(data):

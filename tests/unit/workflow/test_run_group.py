@@ -276,6 +276,7 @@ async def test_groups_need_two_scored_members(values, accepted, reason):
     assert (group.accepted, group.reason) == (accepted, reason)
 
 
+@pytest.mark.e2e
 async def test_deadline():
     forever = asyncio.Event()
 
@@ -440,6 +441,7 @@ async def test_shipped_workflows():
     assert [m["content"] for m in engine.calls[3].messages] == ["Short.", "2+2?"]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("how", ["alone", "weighted", "penalty"])
 async def test_a_reward_that_waits_for_its_turn_is_not_late(how):
     @reward("test_takes_its_time")

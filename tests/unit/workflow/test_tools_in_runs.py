@@ -577,6 +577,7 @@ async def test_an_mcp_server_that_dies_is_started_again_for_the_next_run(folder:
     assert said == ["8", "", "Error: MCPError: Connection closed"] * 2
 
 
+@pytest.mark.e2e
 async def test_mcp_servers_that_cannot_be_started(folder: Path) -> None:
     pytest.importorskip("mcp")
     (folder / "servers.json").write_text('{"mcpServers": {"none": {"command": "false"}}}')

@@ -13,7 +13,6 @@ _WORLD = (
     "its simulator is not part of this package: derive from EnvWorkflow with its reset and "
     "step (docs/howto/environment.md)"
 )
-_TEXT = "images and videos are not offered: use text"
 
 WORKFLOWS: dict[str, str] = {
     **dict.fromkeys(("agentscope_workflow_adapter", "agentscope_workflow_adapter_v1"), _AGENT),
@@ -26,7 +25,6 @@ WORKFLOWS: dict[str, str] = {
     "SQLite",
     "rubric_judge_openai_workflow": "use rubric_judge_workflow, and name the judge in "
     "explorer.auxiliary_models with engine_type: external",
-    **dict.fromkeys(("simple_mm_workflow", "async_simple_mm_workflow"), _TEXT),
     "harbor_workflow": "its task packages need containers: play them with agent_command_workflow "
     "or a workflow of your own",
 }
@@ -44,6 +42,4 @@ REWARDS: dict[str, str] = {
         "explorer.auxiliary_models",
     ),
     "rlcr": "calibration is scored by rlcr_reward",
-    "hiyouga/geometry3k": "its questions hold pictures, which are not offered.  Name a reward of "
-    "your own in default_reward_fn_type (path/file.py:compute_score)",
 }

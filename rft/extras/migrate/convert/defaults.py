@@ -22,6 +22,8 @@ from rft.extras.migrate.convert.names import (
     estimator_name,
     loss_reads,
     policy_loss,
+    shows_images,
+    trains_vision,
 )
 from rft.extras.migrate.convert.sizes import has_critic, is_async, micro_batch
 
@@ -102,6 +104,8 @@ DEFAULTS: tuple[Default, ...] = (
         (f"{sets}[i].filter_overlong_prompts", "data.filter_overlong_prompts", any_run)
         for sets in (TRAIN, EVAL)
     ),
+    *((f"{sets}[i].format.image_key", "data.image_key", shows_images) for sets in (TRAIN, EVAL)),
+    ("trainer.train_vision", (True,), trains_vision),
     (
         "buffer.total_tasks",
         "rollout.total_rollout_steps",

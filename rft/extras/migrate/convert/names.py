@@ -6,6 +6,8 @@ Depends on no rule.  Invariant: a veRL name that is not listed here is not offer
 
 from __future__ import annotations
 
+import re
+
 from rft.algorithm.catalog import losses
 from rft.extras.migrate.convert.draft import Draft
 
@@ -95,6 +97,19 @@ def eval_samples(d: Draft) -> bool:
     return d.flag(f"{ROLLOUT}.val_kwargs.do_sample") or (
         numbers_alone and d.number(f"{ROLLOUT}.val_kwargs.temperature") > 0
     )
+
+
+def shows_images(d: Draft) -> bool:
+    """Whether rows hold images: their column is written, or the model is called one that reads them
+    (veRL looks for the column `images` in any case).
+    """
+    named = re.search(r"(?<![a-z])vl(?![a-z])", d.text(f"{MODEL}.path").lower()) is not None
+    return named or (d.stated("data.image_key") and not d.terse)
+
+
+def trains_vision(d: Draft) -> bool:
+    """Whether veRL trains the vision tower unless it is told to freeze it."""
+    return shows_images(d) and d.whole(f"{MODEL}.lora_rank") <= 0
 
 
 def megatron(d: Draft) -> bool:

@@ -9,11 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rft.extras.migrate.convert.draft import EVAL, TRAIN, ArgumentOutcome, Draft
-from rft.extras.migrate.convert.names import ROLLOUT, eval_samples
+from rft.extras.migrate.convert.names import (
+    ROLLOUT,
+    eval_samples,
+    shows_images,
+    trains_vision,
+)
 from rft.extras.migrate.convert.rule import (
     Rule,
     choice,
     derived,
+    each_set,
     only_if,
     rule,
     switch,
@@ -26,15 +32,16 @@ if TYPE_CHECKING:
     from rft.extras.migrate.convert.launch import Argument
 
 
-@rule()
-def images(d: Draft, a: Argument) -> ArgumentOutcome:
-    if d.terse:
-        return ArgumentOutcome(
-            "ignored", "veRL's default; a taskset with images is refused when it is read"
-        )
-    return ArgumentOutcome(
-        "refused", "rows with images are not offered; name data of texts and leave this out"
-    )
+images = only_if(
+    shows_images,
+    "no images are expected: the model's name does not say that it reads them",
+    each_set("format.image_key"),
+)
+vision = only_if(
+    trains_vision,
+    "the vision tower is not trained: there are no images, or an adapter alone is trained",
+    to("trainer.train_vision", by=lambda frozen: frozen is not True),
+)
 
 
 _OLD_RS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}

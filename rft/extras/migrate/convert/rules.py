@@ -71,6 +71,7 @@ RULES: dict[str, Rule] = {
     "data.train_max_samples": do.max_samples(TRAIN),
     "data.val_max_samples": do.max_samples(EVAL),
     "data.image_key": play.images,
+    f"{ACTOR}.freeze_vision_tower": play.vision,
     "data.custom_cls.path": do.reader,
     "data.custom_cls.name": do.reader,
     # ------------------------------------------------------------------ model

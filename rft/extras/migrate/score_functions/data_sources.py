@@ -28,6 +28,7 @@ REWARDS: dict[str, str] = {
     "numina_synthetic_amc": "accuracy_reward",
     "numina_cn_k12": "accuracy_reward",
     "numina_olympiads": "accuracy_reward",
+    "hiyouga/geometry3k": "geo3k_reward",
     "searchR1_*": "search_qa_reward",
     **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), "prime_code_reward"),
 }

@@ -26,12 +26,11 @@ INSTEAD: dict[str, str] = {
     "model.lora_configs[[]*].use_rslora": "write lora_alpha x sqrt(lora_rank) as lora_alpha; an "
     "adapter in path brings its own",
     "explorer.*.enable_expert_parallel": "expert parallel is not offered: use tensor_parallel_size",
-    "explorer.*.enable_multimodal": "multimodal inputs are not offered: use text",
     f"{_ENGINE}.external_model_config": "the policy is a local model, whose tokens and weights are "
     "known; name a server in explorer.auxiliary_models",
     "explorer.db_url": "answers and rewards are in the experience buffer's ledger: "
     "buffer.trainer_input.experience_buffer.path",
-    "buffer.*.format.video_key": "multimodal inputs are not offered: use text",
+    "buffer.*.format.video_key": "videos are not offered: use images or text",
     "buffer.*.reply_prefix": "an answer is only what the model writes; ask for that "
     "beginning in the prompt, or end a workflow's prompt_tokens with it",
     "data_processor.experience_pipeline.inputs": _OWN_STREAMS,

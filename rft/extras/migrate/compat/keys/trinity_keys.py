@@ -95,6 +95,7 @@ DROPPED: dict[str, str] = {
         "is written once, under model",
     ),
     **_each("explorer.*", "enable_auto_tool_choice", "tool_call_parser alone says so"),
+    **_each("explorer.*", "enable_multimodal", "format.image_key of a taskset alone says so"),
     **_each("explorer.*", "enable_history", "every model call of a run is kept"),
     **_each("explorer.*", "use_v1", "vLLM V0 no longer exists"),
     "explorer.*.weight_sync_buffer_size": "belongs to SGLang",
