@@ -258,6 +258,29 @@ OF_PAIRS = ("ipo", "simpo", "orpo")
 LABELS = "buffer.trainer_input.experience_buffer.path=rft.testing.tiny:copy_labels"
 
 
+HALF = 28  # steps of supervised fine-tuning before a model learns in runtimes
+TERMINAL_STEPS = 20
+
+
+def terminal(folder: Path, seed: int) -> Learnt:
+    """Digits, each copied by an agent in a runtime of its own, and judged in another."""
+    from tests.extras.sandbox import copy_folders
+
+    start = _teacher(folder / "start", seed, f"trainer.total_steps={HALF}")
+    train = copy_folders.write(folder / "tasks", "train", tiny.copy_tasks(n=480, seed=seed))
+    held_out = copy_folders.write(folder / "tasks", "eval", tiny.copy_tasks("eval", seed=seed))
+    config = copy_folders.config(folder, EXAMPLES / "tiny" / "config.yaml", train, held_out)
+    overrides = [
+        *(f"model.model_path={start}", f"checkpoint_root_dir={folder / 'runs'}", f"seed={seed}"),
+        *(f"trainer.total_steps={TERMINAL_STEPS}", "buffer.batch_size=8"),
+        "trainer.ppo_epochs=4",
+        *("explorer.max_timeout=1800", *EVALUATED, *UNSAVED),
+    ]
+    done = execute(config, overrides, in_process=True)
+    values = dict(series(read(done.run_dir / "metrics.jsonl"), ACCURACY))
+    return Learnt(values[0], values[TERMINAL_STEPS], TERMINAL_STEPS)
+
+
 def named(name: str) -> Goal:
     """60 steps of the copy task with an algorithm of `NAMED`."""
 
@@ -643,6 +666,9 @@ BY_NAME = (
     | {name: of_pairs(name) for name in OF_PAIRS}
     | {"kto": Goal("kto", "held-out accuracy of labels", "≥ 0.75", _reaches(0.75), kto)}
 )
+INSIDE = {
+    "terminal": Goal("terminal", "held-out accuracy", "≥ 0.9", _reaches(0.9), terminal),
+}
 REAL = {
     goal.name: goal
     for goal in (
@@ -692,7 +718,7 @@ def _tiny(names: Sequence[str], seeds: Sequence[int]) -> tuple[list[str], int]:
     lines = []
     missed = 0
     for name in names:
-        goal = {**GOALS, **FAMILIES, **BY_NAME, **TAUGHT}[name]
+        goal = {**GOALS, **FAMILIES, **BY_NAME, **TAUGHT, **INSIDE}[name]
         for seed in seeds:
             began = time.monotonic()
             with tempfile.TemporaryDirectory(prefix="rft-learning-") as folder:
@@ -804,6 +830,16 @@ below attention, with the transformers engine. `colour` is `examples/colour`, a 
         _tiny,
     ),
     Part(
+        """## An agent in a runtime
+
+Written by `python scripts/learning.py --only terminal --write`. The same model after a few steps of supervised fine-tuning goes on with
+GRPO: the tasks are folders for `terminal_workflow`, an agent in a runtime of this machine asks the policy and writes the file that
+hidden tests judge in a second runtime. 64 runs a step, four updates of each batch; before and after are those of GRPO.
+""",
+        tuple(INSIDE),
+        _tiny,
+    ),
+    Part(
         """## With a real engine
 
 Written by `python scripts/learning.py --only frozen_lake,judge --write`. SmolLM2-135M-Instruct, trained by `rft run` with vLLM as
@@ -859,9 +895,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    known = (
-        f"{', '.join([*GOALS, *BY_NAME, *TAUGHT, *FAMILIES])}; with a real engine {', '.join(REAL)}"
-    )
+    tiny_ones = [*GOALS, *BY_NAME, *TAUGHT, *FAMILIES, *INSIDE]
+    known = f"{', '.join(tiny_ones)}; with a real engine {', '.join(REAL)}"
     parser.add_argument(
         "--only", default=",".join(GOALS), help=f"goals, separated by commas: {known}"
     )
@@ -872,7 +907,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     names = options.only.split(",")
-    every = {**GOALS, **BY_NAME, **TAUGHT, **FAMILIES, **REAL}
+    every = {**GOALS, **BY_NAME, **TAUGHT, **FAMILIES, **INSIDE, **REAL}
     if unknown := [name for name in names if name not in every]:
         parser.error(f"--only {', '.join(unknown)}: not known; {known}")
     part = part_of(names[0])

@@ -23,6 +23,7 @@ import numpy as np
 from rft.engine.base import BaseEngine, engine
 from rft.engine.settings import EngineSettings, ExternalModelConfig
 from rft.errors import ConfigError, EngineFailed, SetupError
+from rft.images import data_url
 from rft.secrets import learn_secrets, redact
 from rft.types.completion import Completion, FinishReason, without_reasoning
 from rft.types.ports import GenerateRequest
@@ -163,7 +164,7 @@ class ExternalEngine(BaseEngine):
         body: dict[str, Any] = {
             "model": self._server.model_name,
             # some servers refuse reasoning in the history
-            "messages": without_reasoning(request.messages),
+            "messages": data_url.as_urls(without_reasoning(request.messages), request.images),
             "temperature": s.temperature,
             "max_tokens": s.max_tokens,
         }

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from rft.config.context import Problems
+from rft.engine.chat import load_images
 from rft.engine.settings import AuxiliarySettings
 from rft.errors import ConfigError
 from rft.explorer.stored import transcript
 from rft.reward.base import Reward
 from rft.taskset.chatfiles import open_chat
+from rft.types.images import names_in
 from rft.types.task import Task
 
 
@@ -31,8 +33,20 @@ def fit(
         if engine.external is not None:
             continue
         with suppress(ConfigError):  # of the model's folder, reported there
+            names = list(names_in(messages))
+            sees = load_images(engine) if names else None
+            if names and sees is None:
+                problems.error(
+                    "explorer.auxiliary_models",
+                    f"{name} reads no images, which a question of {key} shows; name a model that "
+                    f"does, or write show_images: false in reward_fn_args",
+                )
+                continue
             chat = open_chat(engine.model_path)
             text = chat.render(messages, [], template=engine.chat_template)
+            if sees is not None:
+                files = {image.sha256: sees.process(image.data) for image in task.images}
+                text = sees.expand(text, [files[name] for name in names])
             if (tokens := len(chat.encode_text(text))) >= engine.max_model_len:
                 problems.error(
                     "explorer.auxiliary_models",

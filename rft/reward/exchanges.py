@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from rft.secrets import redact
+from rft.types.images import described
 
 KEY = "judge"  # in an experience's `info`
 MOST_CHARS = 8_000  # of a message or a reply
@@ -38,7 +39,7 @@ def note(judge: str, question: Sequence[Mapping[str, Any]], reply: str, reason: 
     exchanges = _NOTED.get()
     if exchanges is not None and len(exchanges) < MOST_EXCHANGES:
         messages = [
-            {"role": str(m.get("role", "")), "content": _cut(str(m.get("content", "")))}
+            {"role": str(m.get("role", "")), "content": _cut(described(m.get("content")))}
             for m in question
         ]
         exchanges.append(

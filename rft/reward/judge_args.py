@@ -42,6 +42,7 @@ class JudgeArgs(ModelLimits):
     timeout_s: float = Field(120.0, gt=0)  # of one call
     # longer answers are not shown to the judge and stay unscored
     max_chars: int = Field(32_000, ge=1)
+    show_images: bool = True  # the model sees the images of the question
     over_budget: Literal["stop", "unscored"] = "stop"
 
     @model_validator(mode="after")

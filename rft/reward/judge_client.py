@@ -22,6 +22,7 @@ from rft.reward.judge_costs import CostLedger
 from rft.reward.judge_metrics import JudgeMetrics
 from rft.reward.run_folder import run_folder
 from rft.types.completion import Completion
+from rft.types.images import described
 from rft.types.ports import ChatModel, GenerateRequest, Identified
 from rft.types.throttled import RateLimiter, calling
 from rft.worker.threads import CLOCK, Clock, guarded, in_time
@@ -29,6 +30,7 @@ from rft.worker.threads import CLOCK, Clock, guarded, in_time
 T = TypeVar("T")
 FILE = "judge_cache.db"
 TEMPLATE_TOKENS = 64  # maximum tokens that a chat template adds to each message
+IMAGE_TOKENS = 16_384  # the most that a family of models makes of an image
 ASK_AGAIN_S = 0.5  # interval of checks whether other processes have freed some of the budget
 
 
@@ -90,7 +92,8 @@ class JudgeClient:
         The deadline counts from sending.  Raises BudgetUsedUp, TimeoutError, and the model's
         errors.
         """
-        size = sum(len(str(m["content"]).encode()) for m in request.messages)
+        size = sum(len(described(m["content"]).encode()) for m in request.messages)
+        size += IMAGE_TOKENS * len(request.images)
         most = self._cost(
             size + TEMPLATE_TOKENS * (1 + len(request.messages)), request.sampling.max_tokens
         )

@@ -188,7 +188,7 @@ class PairwiseJudge(Judge):
             return score
         if task.truth is None:
             return Score(value=None, reason="the row has no reference answer")
-        value, reason = await self._meet(case.question, case.answer, text_of(task.truth))
+        value, reason = await self._meet(case, text_of(task.truth))
         return Score(value=value, reason=reason)
 
     async def _among(self, task: Task, transcripts: Sequence[Transcript]) -> list[Score]:
@@ -200,10 +200,7 @@ class PairwiseJudge(Judge):
         pairs = {(shown[i], shown[(i + s) % len(shown)]) for i in range(len(shown)) for s in steps}
         pairs = {(min(p), max(p)) for p in pairs}
         met = await asyncio.gather(
-            *(
-                self._meet(cases[i].question, cases[i].answer, cases[j].answer)
-                for i, j in sorted(pairs)
-            )
+            *(self._meet(cases[i], cases[j].answer) for i, j in sorted(pairs))
         )
         won: dict[int, list[float]] = {i: [] for i in shown}
         for (i, j), (value, _) in zip(sorted(pairs), met, strict=True):
@@ -221,12 +218,13 @@ class PairwiseJudge(Judge):
             for i, k in enumerate(scores)
         ]
 
-    async def _meet(self, question: str, answer: str, other: str) -> tuple[float | None, str]:
-        """Return how much better `answer` is than `other` (0 to 1), or None and the reason."""
+    async def _meet(self, case: JudgeCase, other: str) -> tuple[float | None, str]:
+        """Return how much better the answer is than `other` (0 to 1), or None and the reason."""
+        answer = case.answer
         if answer.strip() == other.strip():
             return 0.5, ""
         orders = await asyncio.gather(
-            self._compare(question, answer, other), self._compare(question, other, answer)
+            self._compare(case, answer, other), self._compare(case, other, answer)
         )
         if (unread := next((o.reason for o in orders if o.verdict is None), None)) is not None:
             return None, unread
@@ -236,15 +234,15 @@ class PairwiseJudge(Judge):
         self.metrics.order_flips += ahead != 1 - behind
         return (ahead + 1 - behind) / 2, ""
 
-    async def _compare(self, question: str, first: str, second: str) -> Any:
+    async def _compare(self, case: JudgeCase, first: str, second: str) -> Any:
         def write(delimit: PromptDelimiters, answer: str, other: str) -> str:
             return (
-                f"{self.args.instruction}\n\n{delimit('question', question)}\n\n{delimit('first', answer)}\n\n"
+                f"{self.args.instruction}\n\n{delimit('question', case.question)}\n\n{delimit('first', answer)}\n\n"
                 f"{delimit('second', other)}\n\n"
                 f"{delimit.ask(better=self.words)}"
             )
 
-        return await self.ask(write, first, second)
+        return await self.ask(write, first, second, images=self.images(case))
 
 
 class RulerArgs(JudgeArgs):
@@ -294,7 +292,7 @@ class RulerJudge(Judge):
         verdict = None
         reason = ""
         if texts:
-            reading = await self.ask(write, *texts)
+            reading = await self.ask(write, *texts, images=self.images(cases[0]))
             verdict = reading.verdict
             reason = reading.reason
         return [

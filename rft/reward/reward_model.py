@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rft.errors import ConfigError
 from rft.reward.base import Reward, reward
 from rft.reward.named import NO_TASKS, named
 from rft.types.completion import Score, Transcript, without_reasoning
@@ -62,9 +63,18 @@ class RewardModel(Reward):
     def gold_answer(self, task: Task) -> None:
         """Return None: `rft check` starts no models."""
 
+    def check_task(self, task: Task, transcript: Transcript) -> None:
+        if task.images:
+            raise ConfigError(
+                f"row {task.index} shows images, which a reward model does not read; use a judge",
+                key="model",
+            )
+
     async def __call__(self, task: Task, transcript: Transcript) -> Score:
         assert self._model is not None, "prepare comes first"
         last = transcript.turns[-1]
+        if last.images:
+            raise ValueError("a reward model does not read images; use a judge")
         answer = {"role": "assistant", "content": last.completion.answer}
         numbers = await self._model.classify(without_reasoning([*last.messages, answer]))
         if self._label is None and len(numbers) != 1:

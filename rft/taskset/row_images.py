@@ -8,15 +8,13 @@ marker or part that stands for an image gets one, in order.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote_to_bytes
 
+from rft.images import data_url
+from rft.images.data_url import short
 from rft.images.decode import MAX_FILE_BYTES, check
 from rft.taskset.messages import ABSENT, as_chat, lookup
 from rft.taskset.settings import TasksetSettings
@@ -25,8 +23,6 @@ from rft.types.task import Task
 
 MARKER = "<image>"
 _NONE: Mapping[str, Image] = {}
-_DATA_URL = re.compile(r"data:[\w/+.-]*(?P<params>(;[\w=.-]+)*),", re.ASCII)
-_SHOWN_CHARS = 60
 _PART_KEYS = ("image", "image_url", "url", "path")
 
 
@@ -49,24 +45,6 @@ def read(value: Any, folder: Path, by_sha256: Mapping[str, Image] = _NONE) -> li
             raise ValueError(f"image {number + 1} of {len(values)}: {e}") from e
         images.append(image)
     return images
-
-
-def of_url(url: Any) -> bytes:
-    """Return the bytes of a data URL.  Raises ValueError for another address."""
-    if not isinstance(url, str) or (head := _DATA_URL.match(url)) is None:
-        raise ValueError(
-            f"{_short(url)} is no data URL; nothing is downloaded, so write the image itself as "
-            f"data:image/png;base64,..."
-        )
-    if len(url) > 2 * MAX_FILE_BYTES:
-        raise ValueError(f"a data URL of {len(url):,} characters is too large")
-    body = url[head.end() :]
-    if not (head["params"] or "").endswith(";base64"):
-        return unquote_to_bytes(body)
-    try:
-        return base64.b64decode(body, validate=True)
-    except binascii.Error as e:
-        raise ValueError(f"a data URL that is not base64: {e}") from None
 
 
 def folder_of(path: str) -> Path:
@@ -121,7 +99,7 @@ def _bytes(value: Any, folder: Path) -> bytes:
         inner = next((value[k] for k in ("bytes", "image", "url", "path") if value.get(k)), None)
         return _bytes(inner, folder)
     if isinstance(value, str) and value.startswith("data:"):
-        return of_url(value)
+        return data_url.read(value)
     if isinstance(value, str) and value:
         return _file(value, folder)
     if isinstance(value, Picture):  # as `datasets` decodes it
@@ -129,13 +107,13 @@ def _bytes(value: Any, folder: Path) -> bytes:
         ImageOps.exif_transpose(value).save(file, "PNG")
         return file.getvalue()
     raise ValueError(
-        f"{_short(value)} ({type(value).__name__}) is no image; give a path, a data URL or bytes"
+        f"{short(value)} ({type(value).__name__}) is no image; give a path, a data URL or bytes"
     )
 
 
 def _file(value: str, folder: Path) -> bytes:
     if "://" in value and not value.startswith("file://"):
-        raise ValueError(f"{_short(value)} is an address; download it and name the file")
+        raise ValueError(f"{short(value)} is an address; download it and name the file")
     path = folder / Path(value.removeprefix("file://")).expanduser()
     if not path.is_file():
         raise ValueError(f"{path} does not exist, or is no file")
@@ -230,8 +208,3 @@ def _texts(content: Any) -> list[dict[str, Any]]:
     if isinstance(content, list):
         return content
     return [{"type": "text", "text": content}] if content else []
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."

@@ -31,6 +31,7 @@ from rft.types.completion import (
     VersionSpan,
 )
 from rft.types.ids import Version
+from rft.types.images import described
 from rft.types.ports import GenerateRequest, ScoreRow
 from rft.types.task import SamplingArgs, Task
 
@@ -198,7 +199,9 @@ def as_read(messages: Sequence[dict[str, Any]]) -> list[str]:
     """Return the messages as a model sees them: a chat template's mark inside a text also begins a
     message.
     """
-    chat = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+    chat = "".join(
+        f"<|im_start|>{m['role']}\n{described(m['content'])}<|im_end|>\n" for m in messages
+    )
     return [part.replace("<|im_end|>", "\n") for part in chat.split("<|im_start|>") if part.strip()]
 
 

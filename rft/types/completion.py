@@ -206,5 +206,11 @@ class Transcript(Struct, frozen=True, kw_only=True):
         return self.turns[-1].completion.with_thought
 
     @property
+    def images(self) -> tuple[Image, ...]:
+        """Images that the calls show, each once; `rft.images.decode.decode(image.data)` opens one."""
+        every = {image.sha256: image for turn in self.turns for image in turn.images}
+        return tuple(every.values())
+
+    @property
     def truncated(self) -> bool:
         return self.limited or any(t.completion.finish_reason == "length" for t in self.turns)

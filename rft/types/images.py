@@ -68,3 +68,16 @@ def names_in(messages: Iterable[Mapping[str, Any]]) -> Iterator[str]:
             for part in content:
                 if isinstance(part, Mapping) and part.get("type") == "image":
                     yield part.get("image", "")
+
+
+def described(content: Any) -> str:
+    """Return a message's content as a text, with "[image 1]" where it shows its first image."""
+    if not isinstance(content, list | tuple):
+        return str(content or "")
+    numbers: dict[Any, int] = {}
+    return "".join(
+        f"[image {numbers.setdefault(part.get('image'), len(numbers) + 1)}]"
+        if part.get("type") == "image"
+        else str(part.get("text", ""))
+        for part in content
+    )

@@ -29,6 +29,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from rft.images import data_url
 from rft.reward.base import checked
 from rft.types.completion import Layout, Score, Transcript
 from rft.types.task import Task, plain_text
@@ -158,7 +159,8 @@ class ProgramArgs(BaseModel):
         """Return the standard input."""
         if self.stdin is not None:
             return _filled(self.stdin, values)
-        question = {"prompt": task.prompt, "messages": task.chat(), "tools": list(task.tools)}
+        messages = data_url.as_urls(task.chat(), task.images)
+        question = {"prompt": task.prompt, "messages": messages, "tools": list(task.tools)}
         return json.dumps(question)
 
 

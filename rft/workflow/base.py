@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, ClassVar
 
@@ -161,8 +161,12 @@ class RunContext:
         image = Image.of(data)
         if image.sha256 not in self._images:
             check(data)
-            self._images[image.sha256] = image
+            self.know([image])
         return image.part
+
+    def know(self, images: Iterable[Image]) -> None:
+        """Let messages show images, which the engine decodes."""
+        self._images |= {image.sha256: image for image in images}
 
     def request(
         self,
@@ -171,6 +175,7 @@ class RunContext:
         n: int = 1,
         tools: Sequence[dict[str, Any]] | None = None,
         prompt_tokens: Sequence[int] = (),
+        images: Sequence[Image] = (),
         chat_template: str | None = None,
         chat_template_args: Mapping[str, Any] | None = None,
         strict_template_args: Sequence[str] = (),
@@ -179,8 +184,10 @@ class RunContext:
     ) -> GenerateRequest:
         """Build the run's next request; the number of the request decides its seed.
 
-        `numbered` False: the request is not one of the run's, so it takes no number.
+        `images`: which the messages show, beside those that the run knows.  `numbered` False: the
+        request is not one of the run's, so it takes no number.
         """
+        self.know(images)
         sampling = self._task.sampling
         if "max_tokens" in overrides:  # less than the task's min_tokens is allowed
             overrides["min_tokens"] = min(
@@ -192,7 +199,9 @@ class RunContext:
         if self.seed is not None and sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self.seed(number))
         # copies: the caller may change its messages afterwards
-        conversation: tuple[dict[str, Any], ...] = read_only(tuple(map(_as_text, messages)))
+        conversation: tuple[dict[str, Any], ...] = read_only(
+            tuple(_as_text(self._with_files(message)) for message in messages)
+        )
         schemas: tuple[dict[str, Any], ...] = read_only(
             tuple(tools if tools is not None else self._task.tools)
         )
@@ -205,7 +214,7 @@ class RunContext:
             messages=conversation,
             tools=schemas,
             prompt_tokens=tuple(prompt_tokens),
-            images=self._shown(conversation),
+            images=self.shown(conversation),
             prefix_places=() if parent is None else parent.completion.images,
             prefix_tokens=None if parent is None else _tokens(parent.completion),
             prefix_messages=0 if parent is None or not conversation else len(parent.messages) + 1,
@@ -219,7 +228,16 @@ class RunContext:
             request_id=f"{self.request_id}-{number}",
         )
 
-    def _shown(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Image, ...]:
+    def _with_files(self, message: Any) -> Any:
+        """Return a message with parts {"type": "image", "image": FILE} as `image` makes them."""
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(content, list):
+            return message
+        files = [isinstance(p, Mapping) and isinstance(p.get("image"), bytes) for p in content]
+        parts = zip(content, files, strict=True)
+        return {**message, "content": [self.image(p["image"]) if f else p for p, f in parts]}
+
+    def shown(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Image, ...]:
         """Return the images of messages, each once.  Raises ValueError for an unknown one."""
         names = list(dict.fromkeys(names_in(messages)))
         if unknown := [name for name in names if name not in self._images]:

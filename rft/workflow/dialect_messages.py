@@ -16,6 +16,7 @@ import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from rft.engine.base import PromptTooLong
+from rft.images import data_url
 from rft.types.completion import Completion
 from rft.workflow.endpoint_answers import ApiAnswer, Dialect, usage
 from rft.workflow.endpoint_wire import (
@@ -30,8 +31,8 @@ from rft.workflow.endpoint_wire import (
     in_call_order,
     only,
     stops,
-    text_of,
 )
+from rft.workflow.message_content import image_of, merged, shows, taken, text_of
 
 IGNORED = (
     "betas",
@@ -70,9 +71,26 @@ def _is_billing(block: Any) -> bool:
     return isinstance(text, str) and text.startswith(_BILLING)
 
 
+def _file_of(block: Any) -> bytes:
+    """Return the file of a block image.  Raises ValueError."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if kind != "base64":
+        raise ValueError(
+            f"an image's source is of type base64, not {kind!r}: nothing is downloaded, and no files "
+            f"are kept"
+        )
+    return data_url.from_base64(source.get("data"))
+
+
 class TextBlock(Part):
     type: Literal["text"]
     text: str
+
+
+class ImageBlock(Part):
+    type: Literal["image"]
+    source: Annotated[Any, BeforeValidator(lambda s: image_of({"source": s}, _file_of))]
 
 
 class ThoughtBlock(Part):
@@ -98,7 +116,7 @@ class CallBlock(Part):
 class ResultBlock(Part):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[str, BeforeValidator(text_of)] = ""
+    content: Annotated[Any, shows("image", _file_of)] = ""
 
     def message(self) -> dict[str, Any]:
         return {"role": "tool", "content": self.content, "tool_call_id": self.tool_use_id}
@@ -107,16 +125,22 @@ class ResultBlock(Part):
 class UserMessage(Part):
     role: Literal["user"]
     content: Annotated[
-        list[Annotated[TextBlock | ResultBlock, Field(discriminator="type")]],
+        list[Annotated[TextBlock | ImageBlock | ResultBlock, Field(discriminator="type")]],
         Field(min_length=1),
         BeforeValidator(_blocks),
     ]
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return the results of calls, then the text."""
+        """Return the results of calls, then the text and the images."""
         results = [block.message() for block in self.content if isinstance(block, ResultBlock)]
-        texts = [block.text for block in self.content if isinstance(block, TextBlock)]
-        return [*results, *([{"role": "user", "content": "".join(texts)}] if texts else [])]
+        parts = [
+            {"type": "text", "text": block.text}
+            if isinstance(block, TextBlock)
+            else {"type": "image", "image": block.source}
+            for block in self.content
+            if not isinstance(block, ResultBlock)
+        ]
+        return [*results, *([{"role": "user", "content": merged(parts)}] if parts else [])]
 
 
 class AssistantMessage(Part):
@@ -207,7 +231,7 @@ def read(body: Any, *, counting: bool = False) -> ApiRequest:
     system = [{"role": "system", "content": request.system}] if request.system else []
     return ApiRequest(
         model=request.model,
-        messages=in_call_order([*system, *_messages(request.messages)]),
+        **taken(in_call_order([*system, *_messages(request.messages)])),
         tools=() if choice is not None and choice.type == "none" else tools,
         stream=request.stream,
         sampling=sampling,

@@ -7,10 +7,11 @@ items, given back in any order and with or without its thoughts, are that answer
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from rft.images import data_url
 from rft.types.completion import Completion
 from rft.workflow.endpoint_answers import ApiAnswer, Dialect, usage
 from rft.workflow.endpoint_wire import (
@@ -24,9 +25,8 @@ from rft.workflow.endpoint_wire import (
     checked,
     in_call_order,
     only,
-    text_of,
-    wrong,
 )
+from rft.workflow.message_content import check_shown, shows, taken, wrong
 
 IGNORED = (
     "client_metadata",
@@ -49,19 +49,27 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "truncation": ("disabled",),
 }
-_TEXTS = ("input_text", "output_text", "text")
+_TEXT_TYPES = ("input_text", "output_text", "text")
 _WITH_INSTRUCTIONS = "_i"  # ends the id of a response whose conversation begins with instructions
 
 
-def _content(content: Any) -> str:
+def _file_of(part: Any) -> bytes:
+    """Return the file of a part input_image.  Raises ValueError."""
+    if part.get("file_id") is not None:
+        raise ValueError("an image is given in image_url: no files are kept, so file_id names none")
+    return data_url.read(part.get("image_url"))
+
+
+def _texts(content: Any) -> Any:
+    """Give parts of texts the type `text`."""
     if isinstance(content, list):
-        content = [
+        return [
             part | {"type": "text"}
-            if isinstance(part, dict) and part.get("type") in _TEXTS
+            if isinstance(part, dict) and part.get("type") in _TEXT_TYPES
             else part
             for part in content
         ]
-    return text_of(content)
+    return content
 
 
 def _typed(item: Any) -> Any:
@@ -69,13 +77,18 @@ def _typed(item: Any) -> Any:
     return {"type": "message"} | item if isinstance(item, dict) else item
 
 
-Content = Annotated[str, BeforeValidator(_content)]
+Content = Annotated[Any, shows("input_image", _file_of), BeforeValidator(_texts)]
 
 
 class MessageItem(Part):
     type: Literal["message"]
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
+
+    @model_validator(mode="after")
+    def _check_shown(self) -> Self:
+        check_shown(self.role, self.content)
+        return self
 
     def message(self) -> dict[str, Any]:
         role = "system" if self.role == "developer" else self.role
@@ -169,14 +182,13 @@ def read(body: Any) -> ApiRequest:
     system = [{"role": "system", "content": request.instructions}] if request.instructions else []
     previous = request.previous_response_id or ""
     call = previous.removeprefix("resp_")
-    messages = in_call_order([*([] if previous else system), *_messages(request.input)])
     sampling = request.model_dump(include={"temperature", "top_p"}, exclude_unset=True)
     if request.max_output_tokens is not None:
         sampling["max_tokens"] = request.max_output_tokens
     tools = None if request.tools is None else tuple(tool.chat_form() for tool in request.tools)
     return ApiRequest(
         model=request.model,
-        messages=messages,
+        **taken(in_call_order([*([] if previous else system), *_messages(request.input)])),
         tools=() if body.get("tool_choice") == "none" else tools,
         stream=request.stream,
         sampling=sampling,

@@ -334,7 +334,8 @@ def _prompts(request: ApiRequest, tools: Sequence[dict[str, Any]] | None) -> lis
     args = request.chat_template_args
     common = {"n": request.n, "chat_template_args": args, "strict_template_args": tuple(args)}
     if request.messages:
-        return [{"messages": request.messages, "tools": tools, **common}]
+        shown = {"messages": request.messages, "images": request.images}
+        return [{**shown, "tools": tools, **common}]
     prompts: list[dict[str, Any]] = []
     for p in request.prompts:
         prompt: dict[str, Any] = {"prompt_tokens": p}

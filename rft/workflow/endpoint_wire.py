@@ -12,14 +12,22 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from rft.files.strict_json import no_key_twice
-from rft.types.task import plain_text
+from rft.images import data_url
+from rft.types.images import Image
+from rft.workflow.message_content import check_shown, shows, taken, wrong
 
 MAX_BYTES = 16 << 20  # of a body
 MAX_VALUES = 1 << 20  # in a body: numbers, texts, lists, objects
@@ -89,6 +97,7 @@ class ApiRequest:
 
     model: str
     messages: tuple[dict[str, Any], ...] = ()
+    images: tuple[Image, ...] = ()  # that `messages` show, each once
     prompts: tuple[str | tuple[int, ...], ...] = ()
     tools: tuple[dict[str, Any], ...] | None = None
     n: int = 1
@@ -165,7 +174,9 @@ def checked(model: type[M], body: Any, *, also: Iterable[str] = ()) -> M:
         code = _UNSUPPORTED
         named = first["ctx"]["discriminator"].strip("'")
         text = f"{where}.{named} is {first['ctx']['tag'][:_SHOWN]!r}: this takes "
-        text += f"{first['ctx']['expected_tags']}; images, sound, files and tools of the server are not served"
+        text += (
+            f"{first['ctx']['expected_tags']}; sound, files and tools of the server are not served"
+        )
     else:
         text = f"{where or 'the body'} is {json.dumps(first['input'])[:_SHOWN]}: "
         text += f"{first['msg'][:1].lower()}{first['msg'][1:]}"
@@ -200,10 +211,6 @@ def _param(loc: Sequence[str | int]) -> str | None:
     return _path(loc if not items or loc[-1] == "content" else loc[: items[-1] + 1]) or None
 
 
-def wrong(text: str, kind: str = "wrong") -> PydanticCustomError:
-    return PydanticCustomError(kind, text)  # type: ignore[arg-type]  # pydantic wants literals, to translate them
-
-
 def only(*values: Any, reason: str) -> AfterValidator:
     """Allow these values of a field alone."""
 
@@ -215,10 +222,10 @@ def only(*values: Any, reason: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def text_of(content: Any) -> str:
-    if (text := plain_text(content)) is not None:
-        return text
-    raise wrong("it must be a text or a list of text parts; images and sound are not served")
+def _file_of(part: Any) -> bytes:
+    """Return the file of a part image_url.  Raises ValueError."""
+    url = part.get("image_url")
+    return data_url.read(url.get("url") if isinstance(url, dict) else url)
 
 
 def stops(stop: Any) -> tuple[str, ...]:
@@ -285,7 +292,7 @@ class ApiToolCall(Part):
 
 class Message(Part):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(text_of)] = ""
+    content: Annotated[Any, shows("image_url", _file_of)] = ""
     tool_calls: list[ApiToolCall] | None = None
     name: str | None = None
     tool_call_id: str | None = None
@@ -297,9 +304,14 @@ class Message(Part):
         only(None, 1, reason="every recorded answer is trained; a run without a reward is not"),
     ] = None
 
+    @model_validator(mode="after")
+    def _check_shown(self) -> Self:
+        check_shown(self.role, self.content)
+        return self
+
     def normalized(self) -> dict[str, Any]:
-        """Return the message in one form, equal to the answer that a client got: content a text, no
-        empty fields.
+        """Return the message in one form, equal to the answer that a client got: content a text or
+        `merged` parts, no empty fields.
         """
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
@@ -462,7 +474,7 @@ def read(body: Any, *, chat: bool) -> ApiRequest:
     content: dict[str, Any]
     if chat:
         request = checked(ChatBody, fields, also=also)
-        content = {"messages": in_call_order(m.normalized() for m in request.messages)}
+        content = taken(in_call_order(m.normalized() for m in request.messages))
     else:
         request = checked(TextBody, fields, also=also)
         content = {"prompts": request.prompt}

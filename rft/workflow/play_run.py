@@ -250,15 +250,7 @@ class TaskRuns:
                 error = e
         if error is not None:
             rows = (self._failed(run, error),)
-        shown = {place.sha256 for row in rows for place in row.images}
-        images = NO_IMAGES
-        if shown and run.transcript is not None:
-            images = {
-                image.sha256: image.data
-                for turn in run.transcript.turns
-                for image in turn.images
-                if image.sha256 in shown
-            }
+        images = NO_IMAGES if run.transcript is None else image_files(rows, run.transcript)
         return PlayedRun(rows, value, run.run_s, reward_s, run.attempt + 1, run.ended, images)
 
     def _failed(self, run: Run, error: Exception) -> Experience:
@@ -341,6 +333,14 @@ class TaskRuns:
                 f"{workflow} gave no score and taskset {self.task.taskset} names no reward"
             )
         return await self.reward(transcript)
+
+
+def image_files(rows: Sequence[Experience], transcript: Transcript) -> Mapping[str, bytes]:
+    """Return the files of the images in the rows of a run, by name."""
+    shown = {place.sha256 for row in rows for place in row.images}
+    if not shown:
+        return NO_IMAGES
+    return {image.sha256: image.data for image in transcript.images if image.sha256 in shown}
 
 
 def _check_same(score: Score, steps: Score | None, workflow: str) -> None:

@@ -25,11 +25,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rft.engine.base import PromptTooLong
 from rft.types.completion import Completion, Score, Transcript
+from rft.types.images import Image
 from rft.types.task import Task
 from rft.worker.threads import unblocked
 from rft.workflow.base import RunContext, Workflow
 
 Message = dict[str, Any]
+Observation = str | Sequence[str | bytes]
+"""A text, or texts and image files, in their order."""
 
 
 async def waited(value: Any) -> Any:
@@ -51,9 +54,16 @@ class Reply:
     info: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
-    def say(text: str, **more: Any) -> Reply:
+    def say(text: Observation, **more: Any) -> Reply:
         """Reply with a user message: `Reply.say("colder", reward=0.0)`."""
-        return Reply(({"role": "user", "content": text},), **more)
+        return Reply((_observed_message(text),), **more)
+
+
+def _observed_message(observation: Observation) -> Message:
+    if isinstance(observation, str):
+        return {"role": "user", "content": observation}
+    kinds = (("image" if isinstance(piece, bytes) else "text", piece) for piece in observation)
+    return {"role": "user", "content": [{"type": kind, kind: piece} for kind, piece in kinds]}
 
 
 class TurnArgs(BaseModel):
@@ -293,14 +303,14 @@ class Step:
     `reward` None: no reward.  A run without rewards of its steps is scored by the taskset's reward.
     """
 
-    observation: str
+    observation: Observation
     reward: float | None = None
     done: bool = False
     info: dict[str, Any] = field(default_factory=dict)
 
 
 class EnvWorkflow(MultiTurnWorkflow):
-    """Base of environments, text in and text out: override `reset(task)` → observation and
+    """Base of environments: override `reset(task)` → observation and
     `step(action)` → Step.
 
         class Guess(EnvWorkflow):
@@ -311,6 +321,7 @@ class EnvWorkflow(MultiTurnWorkflow):
                 right = action.strip() == str(self.secret)
                 return Step("Right!" if right else "Wrong.", reward=float(right), done=right)
 
+    An observation is a text, or a list of texts and image files (bytes), for a model that reads images.
     `instruction(task)` is the system message.  The reward of a run is the sum of its steps'
     rewards; without any, the taskset's reward scores the run.  Where the taskset names none either,
     a step without a reward earns 0.  With `layout: steps` each row's info has `step_reward` and
@@ -319,7 +330,7 @@ class EnvWorkflow(MultiTurnWorkflow):
 
     observed = 1
     _state = ""
-    _observation = ""
+    _observation: Observation = ""
     _success: float | None = None
     _missing: float | None = None  # reward of a step without one
 
@@ -329,7 +340,7 @@ class EnvWorkflow(MultiTurnWorkflow):
         return {"info.env_state_hash"} if args.get("layout") == "steps" else set()
 
     def reset(self, task: Task) -> Any:
-        """Return the first observation, a text."""
+        """Return the first observation."""
         raise NotImplementedError(
             f"{type(self).__name__} must have a method reset(self, task) that gives the first "
             f"observation"
@@ -347,7 +358,10 @@ class EnvWorkflow(MultiTurnWorkflow):
 
     def state(self) -> str:
         """Return a text that is equal for equal states, by default the last observation."""
-        return self._observation
+        pieces = self._observation
+        if isinstance(pieces, str):
+            return pieces
+        return "".join(p if isinstance(p, str) else Image.of(p).sha256 for p in pieces)
 
     def outcome(self) -> dict[str, float]:
         return {} if self._success is None else {"success": self._success}
@@ -358,7 +372,7 @@ class EnvWorkflow(MultiTurnWorkflow):
         self._state = self.state()
         instruction = self.instruction(task)
         system = [{"role": "system", "content": instruction}] if instruction else []
-        return [*system, {"role": "user", "content": self._observation}]
+        return [*system, _observed_message(self._observation)]
 
     async def react(self, answer: Completion) -> Reply:
         previous_state = self._state

@@ -64,6 +64,7 @@ def tame(text: str, token: str) -> None:
     assert not HIDDEN.search(text)
 
 
+@pytest.mark.e2e
 @attack(
     "–",
     "HTML, scripts, terminal codes, turned text, templates, SQL in all texts of a run and fields "

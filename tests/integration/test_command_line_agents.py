@@ -13,14 +13,22 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
 
+from rft.engine.built_in import make
+from rft.engine.chat import load_tokenizer
+from rft.engine.environment import cpu_environment
+from rft.engine.settings import EngineSettings
 from rft.preflight.check import check
 from rft.taskset.settings import TasksetSettings
 from rft.testing import run_workflow_async
-from rft.types.ports import GenerateRequest
+from rft.testing.models import NAME, cache_root
+from rft.testing.play import task_of
+from rft.types.ports import Engine, GenerateRequest
+from rft.types.task import SamplingArgs
 from tests.helpers.calling_engine import Called, CallingEngine
 
 ROOT = Path(__file__).parents[2]
@@ -110,3 +118,74 @@ async def test_a_program_plays_a_task_unchanged(
     assert not asked
     assert homes() <= before
     assert not psutil.Process(os.getpid()).children(recursive=True)
+
+
+CONTEXT = 32768  # tokens; programs begin with up to 20,000 of their own
+
+
+@pytest.fixture(scope="module")
+def smollm(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
+    """SmolLM2 with vLLM, with more places than it was trained for."""
+    original = Path(os.environ.get("MODEL_PATH") or cache_root() / "models" / NAME)
+    if not (original / "config.json").is_file():
+        pytest.skip(f"{original} is no model: python scripts/fetch_model.py")
+    folder = tmp_path_factory.mktemp("model")
+    for file in original.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((original / "config.json").read_text())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
+    return EngineSettings(
+        engine_type="vllm",
+        model_path=str(folder),
+        max_model_len=CONTEXT,
+        max_num_seqs=2,
+        kv_cache_bytes=3 << 30,
+        fixed_weights=True,
+        tool_call_parser="hermes",
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(smollm: EngineSettings, environment: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
+    for name, value in cpu_environment(smollm).items():
+        environment.setenv(name, value)
+    engine = await make(smollm)
+    yield engine
+    await engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(1800)
+@pytest.mark.filterwarnings("ignore")  # vLLM's imports are full of other people's deprecations
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_program_plays_a_task_with_vllm(
+    program: str, engine: Engine, smollm: EngineSettings
+) -> None:
+    of = taskset(RECIPES / f"{program}.yaml")
+    row = json.loads((await asyncio.to_thread(Path(of.path).read_text)).splitlines()[2])
+    task = task_of(
+        {"prompt": row["question"], "truth": row["answer"]},
+        sampling=SamplingArgs(max_tokens=64, seed=1),
+    )
+    result = await run_workflow_async(
+        of.workflow,
+        task,
+        engine,
+        reward=of.reward,
+        workflow_args=of.workflow_args,
+        timeout_s=900,
+    )
+    (run,) = result.runs
+    answers = [answer for call in result.calls for answer in call.answers]
+    assert run.transcript is not None and answers
+    turns = [turn.completion for turn in run.transcript.turns]
+    assert len(turns) == len(answers)
+    tokenizer = load_tokenizer(smollm)
+    for turn, answer in zip(turns, answers, strict=True):
+        assert np.array_equal(turn.tokens, answer.tokens) and turn.text == answer.text
+        assert tokenizer.decode(turn.tokens, skip_special_tokens=True) == turn.text
+    # each answer is trained once, in the row of its chain
+    trained = sum(int(experience.loss_mask.sum()) for experience in result.group.rows)
+    assert trained == sum(len(answer.tokens) for answer in answers)

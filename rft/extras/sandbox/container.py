@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
 import secrets
@@ -20,20 +21,29 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 
 from rft.extras.sandbox import jobs
 from rft.extras.sandbox.jobs import Ran
 from rft.extras.sandbox.processes import ProgramLimits, SandboxError, SandboxUnavailable
+from rft.launch.leftovers import began
+from rft.types.runtimes import RuntimeFailed
 from rft.worker.job_pool import JobPool
+
+log = logging.getLogger(__name__)
 
 # environment variable: the container engine's command instead of `podman` or `docker`
 COMMAND = "RFT_CONTAINER_COMMAND"
 CLOSE_S = 5.0  # time that `close` leaves to programs in progress
 _START_S = 60.0
-_REMOVE_S = 30.0
+_ENGINE_S = 120.0  # for a command of the engine
 _STARTS = 3  # attempts: runc sometimes loses a container between creating and starting it
 _THREADS = 16  # minimum task limit of a container: runc's own threads count during its start
 _KILLED = 137
+SNAPSHOT = "localhost/"  # before a container's name: the image of its snapshot
+NOWHERE = "/proc"  # a working folder in which the engine's monitor can leave no file
+_NAME = re.compile(r"rft-(\d+)-(\d+)-(\d+)-[0-9a-f]{12}")
 IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]{0,254}", re.ASCII)  # cannot be an option of the engine
 _BOOT = (
     "import sys; print(end='\\0', flush=True); read = sys.stdin.buffer.read; n = "
@@ -53,6 +63,73 @@ def container_command() -> tuple[str, ...]:
         f"neither podman nor docker is installed; install one, set {COMMAND}, or use the sandbox "
         f"`local`"
     )
+
+
+@dataclass(frozen=True)
+class EngineCommand:
+    """The engine's command line."""
+
+    command: tuple[str, ...]
+
+    @property
+    def is_podman(self) -> bool:
+        return "podman" in self.command[0]
+
+    def run(self, *words: str, stdin: bytes = b"") -> bytes:
+        """Return the output of a command.  Raises RuntimeFailed, SandboxUnavailable."""
+        try:
+            done = subprocess.run(
+                [*self.command, *words],
+                input=stdin,
+                capture_output=True,
+                timeout=_ENGINE_S,
+                check=False,
+                cwd=NOWHERE,
+            )
+        except subprocess.TimeoutExpired:
+            raise RuntimeFailed(f"{words[0]}: no answer after {_ENGINE_S:g} s") from None
+        except OSError as e:
+            raise SandboxUnavailable(f"{self.command[0]} cannot be started: {e}") from e
+        if done.returncode:
+            raise RuntimeFailed(
+                f"{words[0]}: {done.stderr.decode(errors='replace').strip()[-500:]}"
+            )
+        return done.stdout
+
+    def remove(self, name: str) -> None:
+        """Remove a container, or a snapshot's image, which may be gone."""
+        kind = ("rmi",) if name.startswith(SNAPSHOT) else ("rm", "--volumes")
+        ignore = ("--ignore",) if self.is_podman else ()
+        try:
+            self.run(*kind, "--force", *ignore, name)
+        except RuntimeFailed as e:
+            if "no such" not in str(e).lower():
+                raise
+
+
+def container_name() -> str:
+    """Return a new container's name; it says which process owns the container."""
+    pid = os.getpid()
+    return f"rft-{pid}-{began(pid)}-{_process_space()}-{secrets.token_hex(6)}"
+
+
+@cache
+def remove_ownerless(engine: EngineCommand) -> None:
+    """Remove containers and snapshots whose owner was killed; once in a process."""
+    external = ("--external",) if engine.is_podman else ()
+    names = engine.run("ps", "--all", *external, "--format", "{{.Names}}")
+    images = engine.run("images", "--format", "{{.Repository}}")
+    for name in (names + images).decode().split():
+        owner = _NAME.fullmatch(name.removeprefix(SNAPSHOT))
+        if owner and owner[3] == str(_process_space()) and began(owner[1]) != int(owner[2]):
+            log.info("%s, left by a killed process, is removed", name)
+            engine.remove(name)
+
+
+def _process_space() -> int:
+    """Return the number of the space in which process numbers have one meaning."""
+    space = Path("/proc/self/ns/pid")
+    return space.stat().st_ino if space.exists() else 0
 
 
 @dataclass
@@ -89,7 +166,7 @@ class ContainerSandbox(JobPool):
             "containers", size=size if size is not None else max(2, min(16, os.cpu_count() or 1))
         )
         self.image = image
-        self._command = tuple(command or container_command())
+        self._engine = EngineCommand(tuple(command or container_command()))
         self._names: set[str] = set()
         self._closing = False
 
@@ -112,6 +189,10 @@ class ContainerSandbox(JobPool):
             self._remove(name)
 
     def _ran(self, program: bytes, limits: ProgramLimits, stdin: bytes) -> Ran:
+        try:
+            remove_ownerless(self._engine)
+        except RuntimeFailed as e:
+            raise SandboxError(f"containers cannot be listed: {e}") from e
         with self._container(limits) as process:
             deadline = time.monotonic() + limits.timeout_s
             stdin_frame = len(program).to_bytes(8, "big") + program + stdin
@@ -144,7 +225,7 @@ class ContainerSandbox(JobPool):
 
     @contextlib.contextmanager
     def _started(self, limits: ProgramLimits) -> Iterator[_Started]:
-        name = f"rft-{os.getpid()}-{secrets.token_hex(6)}"
+        name = container_name()
         self._names.add(name)
         try:
             with (
@@ -176,7 +257,7 @@ class ContainerSandbox(JobPool):
                     os.close(fd)
             yield process
         except OSError as e:
-            raise SandboxUnavailable(f"{self._command[0]} cannot be started: {e}") from e
+            raise SandboxUnavailable(f"{self._engine.command[0]} cannot be started: {e}") from e
         finally:
             for fd in ours.values():
                 os.close(fd)
@@ -189,7 +270,7 @@ class ContainerSandbox(JobPool):
         seconds = str(max(1, round(limits.timeout_s)))
         tasks = max(limits.processes + 1, _THREADS)
         return [
-            *self._command,
+            *self._engine.command,
             "run",
             "--rm",
             "--interactive",
@@ -257,20 +338,7 @@ class ContainerSandbox(JobPool):
         )
 
     def _remove(self, name: str) -> None:
-        command = [
-            *self._command,
-            "rm",
-            "--force",
-            "--volumes",
-            *(["--ignore"] if "podman" in self._command[0] else []),
-            name,
-        ]
         try:
-            done = subprocess.run(command, capture_output=True, timeout=_REMOVE_S, check=False)
-        except (OSError, subprocess.TimeoutExpired) as e:
+            self._engine.remove(name)
+        except RuntimeFailed as e:
             raise SandboxError(f"the container {name} could not be removed: {e}") from e
-        if done.returncode and b"no such container" not in done.stderr.lower():
-            raise SandboxError(
-                f"the container {name} could not be removed: "
-                f"{done.stderr.decode(errors='replace').strip()[-300:]}"
-            )

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import select
 import socket
 import subprocess
@@ -22,13 +21,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rft.extras.sandbox.container import IMAGE, container_command
+from rft.extras.sandbox.container import (
+    IMAGE,
+    NOWHERE,
+    SNAPSHOT,
+    EngineCommand,
+    container_command,
+    container_name,
+    remove_ownerless,
+)
 from rft.extras.sandbox.local_runtime import Talk
 from rft.extras.sandbox.processes import SandboxUnavailable
 from rft.types.runtimes import Executed, RuntimeFailed, RuntimeFiles, RuntimeSpec
 
 _START_S = 120.0
-_ENGINE_S = 120.0  # for a command of the engine
 _STARTS = 3  # attempts: runc sometimes loses a container between creating and starting it
 _PIECE = 1 << 16
 _ENGINE_FAILED = 125
@@ -42,43 +48,6 @@ _BOOT = (
 )
 # the first process of a container ends with its standard input; while it waits, it reaps orphans
 _FIRST = 'mkdir -p "$0"; echo; exec 3<&0; until cat <&3 >/dev/null & wait $!; do :; done'
-_NOWHERE = "/proc"  # a working folder in which the engine's monitor can leave no file
-
-
-@dataclass(frozen=True)
-class EngineCommand:
-    """The engine's command line."""
-
-    command: tuple[str, ...]
-
-    def run(self, *words: str, stdin: bytes = b"") -> bytes:
-        """Return the output of a command.  Raises RuntimeFailed."""
-        try:
-            done = subprocess.run(
-                [*self.command, *words],
-                input=stdin,
-                capture_output=True,
-                timeout=_ENGINE_S,
-                check=False,
-                cwd=_NOWHERE,
-            )
-        except subprocess.TimeoutExpired:
-            raise RuntimeFailed(f"{words[0]}: no answer after {_ENGINE_S:g} s") from None
-        except OSError as e:
-            raise SandboxUnavailable(f"{self.command[0]} cannot be started: {e}") from e
-        if done.returncode:
-            raise RuntimeFailed(
-                f"{words[0]}: {done.stderr.decode(errors='replace').strip()[-500:]}"
-            )
-        return done.stdout
-
-    def remove(self, *words: str) -> None:
-        """Run a command that removes something, which may be gone."""
-        try:
-            self.run(*words)
-        except RuntimeFailed as e:
-            if "no such" not in str(e).lower():
-                raise
 
 
 @dataclass(frozen=True)
@@ -88,7 +57,7 @@ class ContainerFiles:
 
     def drop(self) -> None:
         """Remove the image."""
-        self.engine.remove("rmi", "--force", self.image)
+        self.engine.remove(self.image)
 
 
 class ContainerDriver:
@@ -103,6 +72,7 @@ class ContainerDriver:
         image = files.image if isinstance(files, ContainerFiles) else spec.image
         if not IMAGE.fullmatch(image):
             raise SandboxUnavailable(f"{image[:80]!r} is no name of an image")
+        remove_ownerless(self.engine)
         for attempt in range(1, _STARTS + 1):
             try:
                 return ContainerRuntime(self.engine, image, spec)
@@ -121,13 +91,13 @@ class ContainerRuntime:
         self._spec = spec
         self._killing = threading.Lock()
         self._dead = False
-        self._name = f"rft-{os.getpid()}-{secrets.token_hex(6)}"
+        self._name = container_name()
         self._first = subprocess.Popen(
             [*engine.command, *self._line(image)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            cwd=_NOWHERE,
+            cwd=NOWHERE,
         )
         try:
             self._await_start()
@@ -213,7 +183,7 @@ class ContainerRuntime:
         theirs = [pipes[0][0], pipes[1][1], pipes[2][1]]
         try:
             process = subprocess.Popen(
-                line, stdin=theirs[0], stdout=theirs[1], stderr=theirs[2], cwd=_NOWHERE
+                line, stdin=theirs[0], stdout=theirs[1], stderr=theirs[2], cwd=NOWHERE
             )
         finally:
             for fd in theirs:
@@ -259,7 +229,7 @@ class ContainerRuntime:
             [*self._engine.command, "cp", f"{self._name}:{path}", "-"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            cwd=_NOWHERE,
+            cwd=NOWHERE,
         ) as copying:
             assert copying.stdout is not None and copying.stderr is not None
             archive = copying.stdout.read(most_bytes + 1)
@@ -279,7 +249,7 @@ class ContainerRuntime:
 
     def snapshot(self) -> ContainerFiles:
         """See `AgentRuntime`."""
-        image = f"localhost/{self._name}"
+        image = f"{SNAPSHOT}{self._name}"
         self._engine.run("commit", "--quiet", self._name, image)
         return ContainerFiles(self._engine, image)
 
@@ -292,8 +262,7 @@ class ContainerRuntime:
             if self.listener is not None:
                 self.listener.close()
             try:
-                extra = ("--ignore",) if "podman" in self._engine.command[0] else ()
-                self._engine.remove("rm", "--force", "--volumes", *extra, self._name)
+                self._engine.remove(self._name)
             finally:
                 self._first.kill()
                 for stream in (self._first.stdin, self._first.stdout, self._first.stderr):

@@ -56,6 +56,7 @@ class LiveSession(RunSession):
         # requests that may be sent again: their hash and answer, by retry key
         self._retries: dict[str, tuple[str, asyncio.Future[ApiAnswer]]] = {}
         self._number = 0
+        self._stored_images: set[str] = set()
         self.calls: dict[str, StoredCall] = {}  # without payload
         # hears once of each that is stored
         self.on_answer: Callable[[ApiAnswer, int], None] = lambda answer, n: None
@@ -72,8 +73,16 @@ class LiveSession(RunSession):
         async with self._loading:
             if self._loading is None:
                 return
-            for call in await self._store.session_calls(self.id):
-                turns = unpack_turns(call.turns)
+            stored = [
+                (call, unpack_turns(call.turns))
+                for call in await self._store.session_calls(self.id)
+            ]
+            self._ctx.know(image for _, turns in stored for turn in turns for image in turn.images)
+            for call, some_images in stored:
+                turns = [
+                    msgspec.structs.replace(turn, images=self._ctx.shown(turn.messages))
+                    for turn in some_images
+                ]
                 self._add(call, turns)
                 if call.retry_key:
                     done: asyncio.Future[ApiAnswer] = asyncio.get_running_loop().create_future()
@@ -91,6 +100,7 @@ class LiveSession(RunSession):
         """The calls of `other` are this session's, as the store says already."""
         await other.load()
         for call, turns in other.turns_of_calls():
+            self._ctx.know(image for turn in turns for image in turn.images)
             self._add(call, turns)
         self.scores |= other.scores
 
@@ -153,7 +163,7 @@ class LiveSession(RunSession):
             self._number = self._number + 1
             id = f"{self.id}-{number}"
             now = time.time()
-            packed = pack_turns(turns)
+            packed = pack_turns(self._with_new_images(turns))
             call = StoredCall(
                 id=id,
                 number=number,
@@ -181,6 +191,15 @@ class LiveSession(RunSession):
         self.on_answer(answer, n)
         return answer
 
+    def _with_new_images(self, turns: list[Turn]) -> list[Turn]:
+        """Leave out images that a call of the session has stored."""
+        return [
+            msgspec.structs.replace(
+                turn, images=tuple(i for i in turn.images if i.sha256 not in self._stored_images)
+            )
+            for turn in turns
+        ]
+
     def _add(self, call: StoredCall, turns: Any) -> None:
         self._number = max(self._number, call.number + 1)
         self.calls[call.id] = msgspec.structs.replace(call, turns=b"")
@@ -189,6 +208,7 @@ class LiveSession(RunSession):
         for turn in turns:
             self._ctx.record(turn)
             self._owners.append(call.id)
+            self._stored_images |= {image.sha256 for image in turn.images}
             self.answered[call.id] = turn
 
     def turns_of_calls(self) -> list[tuple[StoredCall, list[Any]]]:

@@ -54,7 +54,7 @@ from rft.types.task import Task
 from rft.worker.waiting import works
 from rft.workflow.base import NO_MODELS
 from rft.workflow.group import REJECTED_WEIGHTS, PlayedGroup, judge
-from rft.workflow.play_run import PlayedRun
+from rft.workflow.play_run import PlayedRun, image_files
 from rft.workflow.run_rows import experiences, run_reward
 
 log = logging.getLogger(__name__)
@@ -293,6 +293,7 @@ class Service:
             "accepted": group.accepted,
             "reason": group.reason,
             "sessions": tuple(ids),
+            **({"images": group.images} if group.images else {}),
         }
         await patient(lambda: self._buffer.append(encoded(group), **how))
 
@@ -309,7 +310,9 @@ class Service:
             except ValueError as e:  # log-probs of an engine that are no numbers, for example
                 raise FrameRejected(f"not_storable: {id.run(number)} {e}") from e
             took = (session.stored.rewarded or session.stored.created) - session.stored.created
-            runs.append(PlayedRun(rows, run_reward(transcript, transcript.score), took, 0.0, 1))
+            value = run_reward(transcript, transcript.score)
+            files = image_files(rows, transcript)
+            runs.append(PlayedRun(rows, value, took, 0.0, 1, images=files))
         # all runs are scored, so that a single one that can be trained is compared with the others
         needed = 1
         accepted, reason = judge([x for r in runs for x in r.experiences], len(runs), needed)

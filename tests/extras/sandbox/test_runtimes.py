@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rft.extras.sandbox.container import EngineCommand, container_name, remove_ownerless
 from rft.extras.sandbox.container_runtime import ContainerDriver
 from rft.extras.sandbox.local_runtime import MachineDriver
 from rft.extras.sandbox.processes import SandboxUnavailable
@@ -50,6 +51,32 @@ class TestContainers(RuntimeContract):
             assert waited
         found = subprocess.run(line, capture_output=True, check=True, text=True).stdout
         assert found == ""
+
+
+@pytest.mark.e2e
+def test_containers_of_killed_processes_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of an explorer that was killed with the engine's monitors, or while a container started."""
+    engine = EngineCommand(containers.command(monkeypatch))
+    image = containers.image(engine.command, tmp_path)
+    own = container_name()
+    _, pid, began, space, number = own.split("-")
+    names = {
+        own: True,
+        f"rft-{pid}-{int(began) - 1}-{space}-{number}": False,  # its number has another process
+        f"rft-{pid}-{began}-{int(space) + 1}-{number}": True,  # of another process space
+        f"rft-{2**22 + 1}-{began}-{space}-{number}": False,
+    }
+    try:
+        for name in names:
+            engine.run("create", "--network", "none", "--name", name, image, "true")
+        remove_ownerless.__wrapped__(engine)
+        left = engine.run("ps", "--all", "--format", "{{.Names}}").decode().split()
+        assert {name: name in left for name in names} == names
+    finally:
+        for name in names:
+            engine.remove(name)
 
 
 async def test_a_pool_has_at_most_so_many() -> None:

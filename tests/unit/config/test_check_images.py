@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -66,3 +67,23 @@ def test_what_the_model_cannot_read_is_refused_with_its_row(tmp_path: Path) -> N
     }
     for message, report in refused.items():
         assert any(re.search(message, str(e)) for e in report.errors), (message, report.errors)
+
+
+def test_a_judge_of_texts_is_refused_unless_it_need_not_see(tmp_path: Path) -> None:
+    model = tiny_vision.make(tmp_path / "model")
+    text = tiny.make(tmp_path / "text")
+    config = json.loads((text / "config.json").read_text())
+    (text / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 13}))
+    judged = f"{IN}.taskset.default_reward_fn_type=rubric_judge"
+
+    def report(judge: Path, args: str) -> Report:
+        engine = (
+            f"{{name: judge, model_path: {judge}, engine_type: transformers, max_model_len: 4000}}"
+        )
+        models = f"explorer.auxiliary_models=[{engine}]"
+        return checked(model, judged, models, f"{IN}.taskset.reward_fn_args={args}")
+
+    sees = "reads no images, which a question of"
+    assert any(sees in str(e) for e in report(text, "{}").errors)
+    for judge, args in ((text, "{show_images: false}"), (model, "{}")):
+        assert not any(sees in str(e) for e in report(judge, args).errors)

@@ -244,6 +244,7 @@ CASES: list[tuple[str, Any, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("key", "value", "differs", "beside"), CASES, ids=[c[0] for c in CASES])
 def test_it_changes_what_is_learnt(
     key: str, value: Any, differs: str, beside: dict[str, Any], tiny_model: Path

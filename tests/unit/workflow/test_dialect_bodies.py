@@ -122,7 +122,7 @@ NAMED: list[tuple[str, dict[str, Any], str]] = [
     (
         "/messages",
         {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-        "messages[0].content[0].type",
+        "messages[0].content[0].source",
     ),
     (
         "/messages",

@@ -15,7 +15,8 @@ from rft.engine.base import PromptTooLong
 from rft.engine.scripted import ScriptedEngine
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
-from rft.testing import ScriptedModel, run_workflow
+from rft.testing import ScriptedModel, run_workflow, tiny_vision
+from rft.types.images import Image
 from rft.types.task import SamplingArgs, Task
 from rft.workflow.turns import (
     EnvWorkflow,
@@ -356,3 +357,36 @@ def test_a_step_with_a_reward_scores_the_run(monkeypatch):
     assert run_workflow(Silent, task(), ScriptedModel("a", "b")).reward == 0.0, (
         "no other reward is named"
     )
+
+
+class Gallery(EnvWorkflow):
+    """Shows two pictures, the second one perhaps damaged."""
+
+    cut = 0
+
+    def reset(self, task):
+        return ["See ", tiny_vision.picture((220, 30, 30)), " and go."]
+
+    def step(self, action):
+        file = tiny_vision.picture((40, 60, 220))
+        return Step([file[: len(file) - self.cut]], reward=1.0, done=action == "stop")
+
+
+def test_an_observation_shows_images():
+    model = ScriptedModel("go", "stop")
+    result = run_workflow(Gallery, task(), model, workflow_args={"layout": "steps"})
+    red, blue = (Image.of(tiny_vision.picture(c)) for c in ((220, 30, 30), (40, 60, 220)))
+    text = [{"type": "text", "text": t} for t in ("See ", " and go.")]
+    first, second = model.calls
+    assert first.messages[-1]["content"] == [text[0], red.part, text[1]]
+    assert second.messages[-1]["content"] == [blue.part]
+    assert second.images == (red, blue) and second.prefix_messages == 2
+    states = [row.info["env_state_hash"] for row in result.group.rows]
+    assert len(set(states)) == 2
+
+
+def test_a_damaged_image_of_an_observation_fails_its_run_with_the_reason(monkeypatch):
+    monkeypatch.setattr(Gallery, "cut", 30)
+    result = run_workflow(Gallery, task(), ScriptedModel("go", "stop"), may_fail=True)
+    (row,) = result.group.rows
+    assert row.status == "failed" and "a damaged PNG image" in row.reason

@@ -14,6 +14,7 @@ from typing import Any
 
 from rft.extras.migrate.score_functions.one_answer import parameters_of
 from rft.extras.migrate.score_functions.reward_managers import ManagerArgs, answer
+from rft.images.decode import decode
 from rft.reward.base import Reward, to_score
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
@@ -97,16 +98,24 @@ def _batch(task: Task, transcripts: Sequence[Transcript]) -> dict[str, list[Any]
     }
 
 
+def shown(value: Any, files: Mapping[str, bytes]) -> Any:
+    """Return a column of images, which a row holds by their names, as pictures."""
+    if not isinstance(value, list) or not value or not all(name in files for name in value):
+        return value
+    return [decode(files[name]) for name in value]
+
+
 def _trl(task: Task, transcripts: Sequence[Transcript]) -> dict[str, list[Any]]:
     """Conversational where the task has messages, else texts; every further column of the row as a
     list.
     """
     chats = bool(task.messages)
+    files = {image.sha256: image.data for image in task.images}
     copies = [task.deep_copy() for _ in transcripts]
     texts = [t.turns[-1].completion.written for t in transcripts]
     return {
         **{
-            name: [t.row[name] for t in copies]
+            name: [shown(t.row[name], files) for t in copies]
             for name in task.row
             if name not in ("prompt", "completion")
         },

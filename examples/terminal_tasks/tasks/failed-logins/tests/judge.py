@@ -2,7 +2,9 @@
 which run as another user where there is one."""
 
 import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 NOBODY = 65534
@@ -14,11 +16,14 @@ def text(name):
     return path.read_text()
 
 
-def run(*command, stdin=""):
+def has_nobody():
     with open("/proc/self/uid_map") as users:
         ranges = [list(map(int, line.split())) for line in users]
-    other = os.geteuid() == 0 and any(a <= NOBODY < a + n for a, _, n in ranges)
-    user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if other else {}
+    return os.geteuid() == 0 and any(a <= NOBODY < a + n for a, _, n in ranges)
+
+
+def run(*command, stdin=""):
+    user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if has_nobody() else {}
     done = subprocess.run(
         command,
         input=stdin,
@@ -35,3 +40,21 @@ def run(*command, stdin=""):
 
 def python(code):
     return run("python3", "-B", "-c", code)
+
+
+def end_programs():
+    """End what programs have left running; 1 where only test.sh can."""
+    if not has_nobody():
+        return 1
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    try:
+        os.kill(-1, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(end_programs())
