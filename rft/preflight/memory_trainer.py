@@ -410,8 +410,9 @@ def _moments(
 def _images(shape: ModelShape, s: LearnerSettings, micro: RowsAtOnce) -> tuple[int, int]:
     """Return (bytes that images need all the time, bytes that the tower's backward pass allocates).
 
-    Pixels in float32, features, and the embeddings among which they are put; a tower that is
-    trained stores 9 hidden states of a layer, and turned queries and keys, beside its MLP.
+    Pixels in float32, features, and the embeddings among which they are put.  A tower that is
+    trained stores 9 hidden states of a layer, 4 more where positions turn queries and keys, and
+    what its MLP does.
     """
     t = shape.tower
     if t is None or not micro.patches:
@@ -419,16 +420,16 @@ def _images(shape: ModelShape, s: LearnerSettings, micro: RowsAtOnce) -> tuple[i
     item = BYTES[s.dtype]
     pixels = micro.patches * t.patch * (4 + (item if item < 4 else 0))
     features = micro.patches // t.patches * shape.hidden * item
-    embedded = 2 * micro.positions * shape.hidden * item
-    nbytes = pixels + 2 * features + embedded
+    nbytes = pixels + 2 * features + 3 * micro.positions * shape.hidden * item
     if not s.train_vision:
         return nbytes, 0
-    kept = (
-        micro.patches * item * ((11 if t.rotary else 9) * t.hidden + (4 if t.gated else 2) * t.mlp)
-    )
+    numbers = (13 if t.rotary else 9) * t.hidden + (4 if t.gated else 2) * t.mlp
+    kept = micro.patches * numbers * item
     stream = micro.patches * t.hidden * item
-    nbytes += stream + (t.layers * stream + kept if s.gradient_checkpointing else t.layers * kept)
-    return nbytes, micro.patches * item * (2 * t.hidden + (3 if t.gated else 2) * t.mlp)
+    work = micro.patches * item * (2 * t.hidden + (3 if t.gated else 2) * t.mlp)
+    if s.gradient_checkpointing:  # of a layer its input, and one layer whole
+        return nbytes + (t.layers + 1) * stream, work + kept
+    return nbytes + stream + t.layers * kept, work
 
 
 def _gathered(shape: ModelShape, s: LearnerSettings, freed: int) -> tuple[int, int, int]:

@@ -378,8 +378,10 @@ _PLAIN_MLP = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "
 # Model types whose norms and MLPs, or norms only, rft.trainer.model.recompute supports; types with
 # norms of queries and keys; types with four norms per layer instead of two.
 LEAN = {"exaone4", "granite", "llama", "ministral", "mistral", "qwen2", "qwen3", "smollm3"}
+LEAN |= {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}
 LEAN_NORMS = LEAN | {"glm4_moe", "mixtral", "olmoe", "phi3", "qwen2_moe", "qwen3_moe", "seed_oss"}
 HEAD_NORMS = {"exaone4", "gemma3_text", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe"}
+HEAD_NORMS |= {"qwen3_vl_text"}
 FOUR_NORMS = {"gemma2", "gemma3_text", "glm4"}
 _NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
