@@ -39,7 +39,7 @@ def checked(config: RunConfig, facts: Facts, name: str, schema_only: bool) -> Re
         problems = Problems()
         plan_checks.advise(plan, problems)
         sizes = model_folder.sizes(plan.learner.model_path)
-        plan, roles = _memory(config, plan, sizes, None, facts, problems)
+        plan, roles = _memory(config, plan, sizes, (None, None), facts, problems)
         needs = missing_dependencies.look(plan, facts)
         return _report(config, plan, problems, schema_only=True, memory=roles, needs=needs)
     try:
