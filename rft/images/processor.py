@@ -60,6 +60,17 @@ FAMILIES = {  # by model_type of config.json
 }
 
 
+def family_of(folder: str | Path) -> tuple[dict[str, Any], Family] | None:
+    """Return the configuration and family of a model's folder; None as `ImageProcessor.of_model`."""
+    file = Path(folder) / "config.json"
+    described = ("preprocessor_config.json", "processor_config.json")
+    if not file.is_file() or not any((file.parent / x).is_file() for x in described):
+        return None
+    config = json.loads(file.read_text(encoding="utf-8"))
+    family = FAMILIES.get(config.get("model_type", ""))
+    return None if family is None else (config, family)
+
+
 class PreparedImage(NamedTuple):
     """One image for the model."""
 
@@ -142,15 +153,10 @@ class ImageProcessor:
         """Load the processor of a model's folder; None if the folder has none, or is of a family
         that is not offered with images.
         """
-        file = Path(folder) / "config.json"
-        described = ("preprocessor_config.json", "processor_config.json")
-        if not file.is_file() or not any((file.parent / x).is_file() for x in described):
+        found = family_of(folder)
+        if found is None:
             return None
-        config = json.loads(file.read_text(encoding="utf-8"))
-        family = FAMILIES.get(config.get("model_type", ""))
-        if family is None:
-            return None
-        return cls(folder, config, family, args=args, trust_remote_code=trust_remote_code)
+        return cls(folder, *found, args=args, trust_remote_code=trust_remote_code)
 
     @property
     def image_token_id(self) -> int:

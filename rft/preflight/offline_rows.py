@@ -89,6 +89,7 @@ def _preview(settings: OfflineDataSettings, is_eval: bool, problems: Problems) -
         num_rows=len(data),
         is_eval=is_eval,
         rows=tuple(rows),
+        max_image_tokens=max(sum(x.length for x in record.images) for record in data.records),
         mean_tokens=sum(lengths) / len(data),
         mean_trained_tokens=data.trained_tokens / len(data),
     )

@@ -66,6 +66,7 @@ class TasksetPreview:
     workflows: tuple[str, ...] = ()  # of the previewed rows; they may add to the prompts
     mean_prompt_tokens: float | None = None
     max_prompt_tokens: int | None = None
+    max_image_tokens: int | None = None  # of a prompt
     # mean tokens of a training row, and mean trained tokens of it
     mean_tokens: float | None = None
     mean_trained_tokens: float | None = None
@@ -133,7 +134,7 @@ def _look(plan: Plan, model: ModelFiles | None, problems: Problems) -> Look:
             problems.warn(f"{key}: {taskset.skipped}")
         if taskset.left_out is not None:
             problems.note(f"{key}: {taskset.left_out}")
-        rows, (mean, longest) = _rows(plan, taskset, tasks, rewards, model, problems, hung)
+        rows, (mean, longest, shown) = _rows(plan, taskset, tasks, rewards, model, problems, hung)
         _tools_shown(plan, tasks, recipes, model, key, problems)
         if model is not None and (
             omission := left_out_later(
@@ -155,6 +156,7 @@ def _look(plan: Plan, model: ModelFiles | None, problems: Problems) -> Look:
             ),
             mean_prompt_tokens=mean,
             max_prompt_tokens=longest,
+            max_image_tokens=shown,
         )
         result.tasksets.append(preview)
         result.opened.append(taskset)
@@ -230,7 +232,7 @@ def _rows(
     model: ModelFiles | None,
     problems: Problems,
     hung: set[str],
-) -> tuple[list[RowPreview], tuple[float | None, int | None]]:
+) -> tuple[list[RowPreview], tuple[float | None, int | None, int | None]]:
     engine = plan.engines[0]
     limit = plan.engines[0].max_prompt_tokens
     key = taskset.settings.key
@@ -290,7 +292,8 @@ def _rows(
             f"{max(lengths)}); "
             f"{'their runs will fail.  Raise it' if cut == 'error' else f'they are cut (prompt_truncation_side: {cut})'}"
         )
-    return rows, (float(np.mean(lengths)), max(lengths)) if lengths else (None, None)
+    counted = (float(np.mean(lengths)), max(lengths), images.most) if lengths else (None,) * 3
+    return rows, counted
 
 
 def _prompt(

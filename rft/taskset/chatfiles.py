@@ -421,6 +421,7 @@ class ImageTokens:
         self._folder = folder
         self._args = args
         self._processor: ImageProcessor | None = None
+        self.most = 0  # tokens of the images of a row, of those counted by `beyond`
 
     def read(self, task: Task) -> dict[str, PreparedImage]:
         """Return the images by name.  Raises ConfigError that names the row, for a model of texts too."""
@@ -474,7 +475,9 @@ class ImageTokens:
         """Return the tokens that images take beyond their placeholders.  Raises as `read`."""
         images = self.read(task)
         tokens = {name: files.count_tokens(image.text) for name, image in images.items()}
-        return sum(tokens[name] - 1 for name in names_in(task.messages))
+        names = list(names_in(task.messages))
+        self.most = max(self.most, sum(images[name].num_tokens for name in names))
+        return sum(tokens[name] - 1 for name in names)
 
 
 def count(limit: dict[str, Any], chats: list[Any]) -> list[int]:
