@@ -153,10 +153,10 @@ class ImageProcessor:
         """Load the processor of a model's folder; None if the folder has none, or is of a family
         that is not offered with images.
         """
-        found = family_of(folder)
-        if found is None:
+        described = family_of(folder)
+        if described is None:
             return None
-        return cls(folder, *found, args=args, trust_remote_code=trust_remote_code)
+        return cls(folder, *described, args=args, trust_remote_code=trust_remote_code)
 
     @property
     def image_token_id(self) -> int:

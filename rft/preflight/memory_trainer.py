@@ -112,14 +112,7 @@ def trainer(
     else:
         trained_share = 0 if s.offload_policy else trained * 4 // shards
     needed = needs(s.algorithm)
-    if image_tokens and shape.float_norms:  # Gemma's images see themselves: their rows are padded
-        plan = replace(plan, learner=replace(s, row_layout="padded"))
-        s = plan.learner
-    micro = micro_batch(plan, prompt)
-    if shape.tower is not None:
-        groups = plan.trainer.batch_groups or micro.rows
-        shown = min(micro.rows, groups) if s.row_layout == "padded" else micro.roots
-        micro = replace(micro, patches=shown * image_tokens * shape.tower.patches)
+    micro = _micro_with_images(plan, prompt, shape, image_tokens)
     moments = _moments(shape, s, micro, trained_share, needed.entropy, needed.reference)
     peak = max(moments, key=lambda m: m.nbytes)
     if needed.critic:
@@ -158,6 +151,18 @@ def trainer(
     return RoleMemory(
         role=f"trainer-{rank}", device=s.device, terms=tuple(t for t in terms if t.nbytes)
     )
+
+
+def _micro_with_images(plan: Plan, prompt: int, shape: ModelShape, tokens: int) -> RowsAtOnce:
+    """Return the `micro_batch`, with `tokens` of each prompt's images, each computed once."""
+    tower = shape.tower
+    if tower is None or not tokens:
+        return micro_batch(plan, prompt)
+    layout = "padded" if shape.float_norms else plan.learner.row_layout  # Gemma's see each other
+    micro = micro_batch(replace(plan, learner=replace(plan.learner, row_layout=layout)), prompt)
+    groups = plan.trainer.batch_groups or micro.rows
+    shown = min(micro.rows, groups) if layout == "padded" else micro.roots
+    return replace(micro, patches=shown * tokens * tower.patches)
 
 
 def _optimizer_and_frozen(
@@ -424,12 +429,12 @@ def _images(shape: ModelShape, s: LearnerSettings, micro: RowsAtOnce) -> tuple[i
     if not s.train_vision:
         return nbytes, 0
     numbers = (13 if t.rotary else 9) * t.hidden + (4 if t.gated else 2) * t.mlp
-    kept = micro.patches * numbers * item
+    stored = micro.patches * numbers * item
     stream = micro.patches * t.hidden * item
     work = micro.patches * item * (2 * t.hidden + (3 if t.gated else 2) * t.mlp)
     if s.gradient_checkpointing:  # of a layer its input, and one layer whole
-        return nbytes + (t.layers + 1) * stream, work + kept
-    return nbytes + stream + t.layers * kept, work
+        return nbytes + (t.layers + 1) * stream, work + stored
+    return nbytes + stream + t.layers * stored, work
 
 
 def _gathered(shape: ModelShape, s: LearnerSettings, freed: int) -> tuple[int, int, int]:

@@ -134,7 +134,7 @@ def _look(plan: Plan, model: ModelFiles | None, problems: Problems) -> Look:
             problems.warn(f"{key}: {taskset.skipped}")
         if taskset.left_out is not None:
             problems.note(f"{key}: {taskset.left_out}")
-        rows, (mean, longest, shown) = _rows(plan, taskset, tasks, rewards, model, problems, hung)
+        rows, lengths = _rows(plan, taskset, tasks, rewards, model, problems, hung)
         _tools_shown(plan, tasks, recipes, model, key, problems)
         if model is not None and (
             omission := left_out_later(
@@ -154,9 +154,7 @@ def _look(plan: Plan, model: ModelFiles | None, problems: Problems) -> Look:
                     t.workflow for t in tasks if t.workflow != "simple_workflow" or t.workflow_args
                 )
             ),
-            mean_prompt_tokens=mean,
-            max_prompt_tokens=longest,
-            max_image_tokens=shown,
+            **lengths,
         )
         result.tasksets.append(preview)
         result.opened.append(taskset)
@@ -232,7 +230,7 @@ def _rows(
     model: ModelFiles | None,
     problems: Problems,
     hung: set[str],
-) -> tuple[list[RowPreview], tuple[float | None, int | None, int | None]]:
+) -> tuple[list[RowPreview], dict[str, Any]]:
     engine = plan.engines[0]
     limit = plan.engines[0].max_prompt_tokens
     key = taskset.settings.key
@@ -292,8 +290,17 @@ def _rows(
             f"{max(lengths)}); "
             f"{'their runs will fail.  Raise it' if cut == 'error' else f'they are cut (prompt_truncation_side: {cut})'}"
         )
-    counted = (float(np.mean(lengths)), max(lengths), images.most) if lengths else (None,) * 3
-    return rows, counted
+    return rows, _lengths(lengths, images.most)
+
+
+def _lengths(tokens: list[int], of_images: int) -> dict[str, Any]:
+    if not tokens:
+        return {}
+    return {
+        "mean_prompt_tokens": float(np.mean(tokens)),
+        "max_prompt_tokens": max(tokens),
+        "max_image_tokens": of_images,
+    }
 
 
 def _prompt(

@@ -7,7 +7,7 @@ checks, not on their findings.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -153,20 +153,12 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
             plan = replace(counted, auxiliary=plan.auxiliary)
     plan = plan_checks.settled(plan, rows)
     plan_checks.advise(plan, problems)
-    longest = max(
-        (t.max_prompt_tokens for t in data.tasksets if t.max_prompt_tokens is not None),
-        default=None,
-    )
-    shown = max(
-        (
-            t.max_image_tokens
-            for t in (*data.tasksets, *offline_previews)
-            if t.max_image_tokens is not None
-        ),
-        default=None,
+    longest = (
+        _most(t.max_prompt_tokens for t in data.tasksets),
+        _most(t.max_image_tokens for t in (*data.tasksets, *offline_previews)),
     )
     sizes = (model.config, model.tensors) if model is not None else None
-    plan, roles = _memory(config, plan, sizes, (longest, shown), facts, problems)
+    plan, roles = _memory(config, plan, sizes, longest, facts, problems)
     return _report(
         config,
         plan,
@@ -175,6 +167,10 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
         model=_about_model(model, rows),
         memory=roles,
     )
+
+
+def _most(counts: Iterable[int | None]) -> int | None:
+    return max((count for count in counts if count is not None), default=None)
 
 
 def _about_model(model: ModelFiles | None, rows: Choice | None) -> dict[str, Any]:
