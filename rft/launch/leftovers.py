@@ -36,7 +36,9 @@ SHM = Path("/dev/shm")
 SETTLED_S = 10.0
 GRACE_S = 5.0  # for processes to end
 _SHM_NAMES = re.compile(r"psm_|__KMP_REGISTERED_LIB_|vllm_dist_|rft-|sem\.mp-|plasma|ray")
-_OWNER_IN_NAME = re.compile(r"(?:__KMP_REGISTERED_LIB_|rft-weights-|rft-vllm-|rft-pg-)(\d+)[_-]")
+_OWNER_IN_NAME = re.compile(
+    r"(?:__KMP_REGISTERED_LIB_|rft-weights-|rft-vllm-|rft-pg-|rft-engine-)(\d+)[_-]"
+)
 _TEMP_NAMES = re.compile(r"rft-|ray(_|$|-)|ray\.")
 _PROCESS_NAMES = re.compile(r"raylet|gcs_server|ray::|VLLM::|vllm|rft\b")
 # their titles overwrite their environments

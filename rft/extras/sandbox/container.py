@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+import psutil
+
 from rft.extras.sandbox import jobs
 from rft.extras.sandbox.jobs import Ran
 from rft.extras.sandbox.processes import ProgramLimits, SandboxError, SandboxUnavailable
@@ -77,15 +79,19 @@ class EngineCommand:
 
     def run(self, *words: str, stdin: bytes = b"") -> bytes:
         """Return the output of a command.  Raises RuntimeFailed, SandboxUnavailable."""
+        # Podman leaves its copy of an archive in the temporary folder
+        folder = tempfile.TemporaryDirectory(prefix=f"rft-engine-{os.getpid()}-")
         try:
-            done = subprocess.run(
-                [*self.command, *words],
-                input=stdin,
-                capture_output=True,
-                timeout=_ENGINE_S,
-                check=False,
-                cwd=NOWHERE,
-            )
+            with folder as place:
+                done = subprocess.run(
+                    [*self.command, *words],
+                    input=stdin,
+                    capture_output=True,
+                    timeout=_ENGINE_S,
+                    check=False,
+                    cwd=NOWHERE,
+                    env={**os.environ, "TMPDIR": place},
+                )
         except subprocess.TimeoutExpired:
             raise RuntimeFailed(f"{words[0]}: no answer after {_ENGINE_S:g} s") from None
         except OSError as e:
@@ -115,15 +121,33 @@ def container_name() -> str:
 
 @cache
 def remove_ownerless(engine: EngineCommand) -> None:
-    """Remove containers and snapshots whose owner was killed; once in a process."""
-    external = ("--external",) if engine.is_podman else ()
-    names = engine.run("ps", "--all", *external, "--format", "{{.Names}}")
-    images = engine.run("images", "--format", "{{.Repository}}")
-    for name in (names + images).decode().split():
-        owner = _NAME.fullmatch(name.removeprefix(SNAPSHOT))
-        if owner and owner[3] == str(_process_space()) and began(owner[1]) != int(owner[2]):
-            log.info("%s, left by a killed process, is removed", name)
-            engine.remove(name)
+    """Remove containers and snapshots whose owner was killed; once in a process.
+
+    Podman forgets what `podman run` had begun when it was killed, so processes are ended here.
+    """
+    words = ("ps", "--all", *(("--external",) if engine.is_podman else ()), "--no-trunc")
+    listed = engine.run(*words, "--format", "{{.ID}} {{.Names}}").decode().splitlines()
+    containers = [line.partition(" ")[::2] for line in listed]
+    ownerless = {number for number, name in containers if _is_ownerless(name)}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            cgroups = Path(f"/proc/{process.pid}/cgroup").read_text(encoding="utf-8")
+            named = any(map(_is_ownerless, process.cmdline()))
+            if named or any(number in cgroups for number in ownerless):
+                for each in (process, *process.children(recursive=True)):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        each.kill()
+    images = engine.run("images", "--format", "{{.Repository}}").decode().split()
+    for name in filter(_is_ownerless, [*(name for _, name in containers), *images]):
+        log.info("%s, left by a killed process, is removed", name)
+        engine.remove(name)
+
+
+def _is_ownerless(name: str) -> bool:
+    owner = _NAME.fullmatch(name.removeprefix(SNAPSHOT))
+    return (
+        owner is not None and owner[3] == str(_process_space()) and began(owner[1]) != int(owner[2])
+    )
 
 
 def _process_space() -> int:

@@ -296,8 +296,9 @@ class OpenEnvWorkflow(EnvWorkflow):
     def _text(self, observation: Any) -> str:
         if isinstance(observation, str):
             return observation
-        if self.args.observation_field is not None:
-            return str(getattr(observation, self.args.observation_field))
+        if (field := self.args.observation_field) is not None:
+            is_mapping = isinstance(observation, Mapping)  # of OpenEnv's generic client
+            return str(observation[field] if is_mapping else getattr(observation, field))
         encodable = (
             observation.model_dump()
             if isinstance(observation, BaseModel)

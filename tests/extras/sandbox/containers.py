@@ -20,7 +20,7 @@ import pytest
 from rft.extras.sandbox.container import COMMAND
 
 FROM = "docker.io/library/python:3.12-slim"  # what the shipped tasks begin with
-NAME = "rft-test-python:2"
+NAME = "rft-test-python:3"
 PODMAN = (
     # what works inside containers and old kernels too
     "podman --storage-driver=vfs --cgroup-manager=cgroupfs --runtime runc"
@@ -32,6 +32,10 @@ bash sh cat ls cp mv rm mkdir rmdir ln chmod chown touch head tail cut sort uniq
 readlink realpath stat seq printf echo test true false kill expr mktemp nl paste join comm split od sha256sum md5sum base64
 install du df find xargs grep egrep fgrep sed awk gawk mawk diff cmp tar gzip gunzip zcat make
 """.split()
+_ETC = {
+    "passwd": "root:x:0:0::/root:/bin/sh\nnobody:x:65534:65534::/:/bin/sh\n",
+    "group": "root:x:0:\nnogroup:x:65534:\n",
+}
 _LEFT_OUT = {
     "__pycache__",
     "test",
@@ -124,6 +128,10 @@ def _pack(archive: Path) -> None:
         )
         for name in ("tmp", "proc", "dev", "sys", "etc"):
             made.addfile(_folder(name), io.BytesIO())
+        for name, text in _ETC.items():
+            entry = tarfile.TarInfo(f"etc/{name}")
+            entry.size = len(text)
+            made.addfile(entry, io.BytesIO(text.encode()))
 
 
 def _link(name: str, target: str) -> tarfile.TarInfo:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from rft.extras.sandbox.local_runtime import MachineDriver
 from rft.extras.sandbox.processes import SandboxUnavailable
 from rft.extras.sandbox.runtime_pool import RuntimeLease, RuntimePool
 from rft.testing.runtime_contract import LIMIT_S, RuntimeContract
-from rft.types.runtimes import RuntimeFailed, RuntimeSpec
+from rft.types.runtimes import AgentRuntime, RuntimeFailed, RuntimeSpec, packed
 from tests.extras.sandbox import containers
 
 
@@ -44,6 +47,16 @@ class TestContainers(RuntimeContract):
     def driver(self) -> ContainerDriver:
         return ContainerDriver(command=self.command)
 
+    def test_copying_leaves_no_file(
+        self, start: Callable[..., AgentRuntime], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+        runtime = start()
+        before = set(tmp_path.iterdir())
+        runtime.put(packed({"/app/a": b"1"}))
+        runtime.get("/app/a", most_bytes=1 << 20)
+        assert set(tmp_path.iterdir()) == before
+
     def nothing_is_left(self, owner: int) -> None:
         line = [*self.command, "ps", "--all", "--quiet", "--filter", f"name=rft-{owner}-"]
         for name in subprocess.run(line, capture_output=True, check=True, text=True).stdout.split():
@@ -68,12 +81,20 @@ def test_containers_of_killed_processes_are_removed(
         f"rft-{pid}-{began}-{int(space) + 1}-{number}": True,  # of another process space
         f"rft-{2**22 + 1}-{began}-{space}-{number}": False,
     }
+    # as Podman's monitor of each
+    waiting = [sys.executable, "-c", "input()"]
+    monitors = {
+        name: subprocess.Popen([*waiting, "-n", name], stdin=subprocess.PIPE) for name in names
+    }
     try:
         for name in names:
             engine.run("create", "--network", "none", "--name", name, image, "true")
         remove_ownerless.__wrapped__(engine)
         left = engine.run("ps", "--all", "--format", "{{.Names}}").decode().split()
         assert {name: name in left for name in names} == names
+        for name, stays in names.items():
+            monitors[name].communicate(b"\n")
+            assert monitors[name].returncode == (0 if stays else -signal.SIGKILL)
     finally:
         for name in names:
             engine.remove(name)
