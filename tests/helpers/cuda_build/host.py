@@ -222,6 +222,7 @@ def sampling() -> None:
     buffer_utils.is_uva_available = lambda: True
     buffer_utils.get_accelerator_view_from_cpu_tensor = lambda tensor: tensor
     torch_utils.PIN_MEMORY = False
+    torch_utils.is_pin_memory_available = lambda: False  # of 0.32
     _mend_loops()
 
 
