@@ -155,8 +155,7 @@ def trainer(
 
 def _micro_with_images(plan: Plan, prompt: int, shape: ModelShape, tokens: int) -> RowsAtOnce:
     """Return the `micro_batch`, with `tokens` of each prompt's images, each computed once."""
-    tower = shape.tower
-    if tower is None or not tokens:
+    if (tower := shape.tower) is None or not tokens:
         return micro_batch(plan, prompt)
     layout = "padded" if shape.float_norms else plan.learner.row_layout  # Gemma's see each other
     micro = micro_batch(replace(plan, learner=replace(plan.learner, row_layout=layout)), prompt)
@@ -424,14 +423,14 @@ def _images(shape: ModelShape, s: LearnerSettings, micro: RowsAtOnce) -> tuple[i
         return 0, 0
     item = BYTES[s.dtype]
     pixels = micro.patches * t.patch * (4 + (item if item < 4 else 0))
-    features = micro.patches // t.patches * shape.hidden * item
-    nbytes = pixels + 2 * features + 3 * micro.positions * shape.hidden * item
+    placed = 2 * micro.patches // t.patches + 3 * micro.positions
+    nbytes = pixels + placed * shape.hidden * item
     if not s.train_vision:
         return nbytes, 0
     numbers = (13 if t.rotary else 9) * t.hidden + (4 if t.gated else 2) * t.mlp
     stored = micro.patches * numbers * item
-    stream = micro.patches * t.hidden * item
     work = micro.patches * item * (2 * t.hidden + (3 if t.gated else 2) * t.mlp)
+    stream = micro.patches * t.hidden * item
     if s.gradient_checkpointing:  # of a layer its input, and one layer whole
         return nbytes + (t.layers + 1) * stream, work + stored
     return nbytes + stream + t.layers * stored, work
