@@ -1,10 +1,11 @@
 """Plays the fault matrix of the buffer and writes its dated table.
 
     python scripts/fault_matrix.py [--seeds 20] [--storages sql,file,queue,postgresql] [--only F5]
-    [--write]
+    [--images] [--write]
 
 Every case is a run with real processes that are killed, stopped, or given a failing disk, and
-judged by files alone (`tests.helpers.lab`).  `--write` puts the table into docs/measured/fault-matrix.md.
+judged by files alone (`tests.helpers.lab`).  `--images` plays the cases of kill -9 with rows that
+show images.  `--write` puts the table of either into docs/measured/fault-matrix.md.
 Exit code 1 if any case fails.
 """
 
@@ -26,13 +27,22 @@ import pages
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.helpers.lab.cases import Case, matrix, postgres_matrix  # noqa: E402
+from rft.fault_injection import BUFFER_POINTS  # noqa: E402
+from tests.helpers.lab.cases import (  # noqa: E402
+    EXPLORER,
+    TRAINER,
+    Case,
+    matrix,
+    postgres_matrix,
+)
 from tests.helpers.lab.lab import Nursery, build_shim, nursery  # noqa: E402
 from tests.helpers.postgres import PostgresServer, programs  # noqa: E402
 
 PAGE = ROOT / "docs" / "measured" / "fault-matrix.md"
-BEGIN = "<!-- matrix: written by scripts/fault_matrix.py -->"
-END = "<!-- end of the matrix -->"
+MARKS = (
+    ("<!-- matrix: written by scripts/fault_matrix.py -->", "<!-- end of the matrix -->"),
+    ("<!-- images: written by scripts/fault_matrix.py -->", "<!-- end of images -->"),
+)
 
 
 @dataclass
@@ -76,10 +86,12 @@ def main() -> int:
         "--seeds",
         type=int,
         default=20,
-        help="of the cases that kill -9; a quarter of it for the others",
+        help="of the cases that kill -9; a quarter of it for the others, and with --images for those "
+        "at a named point",
     )
     parser.add_argument("--storages", default="sql,file,queue,postgresql")
     parser.add_argument("--only", default="", help="numbers of the fault table, e.g. F1,F5")
+    parser.add_argument("--images", action="store_true", help="rows show images")
     parser.add_argument(
         "--write", action="store_true", help=f"put the table into {PAGE.relative_to(ROOT)}"
     )
@@ -92,15 +104,18 @@ def main() -> int:
     ):
         for storage in options.storages.split(","):
             for case, plan in cases(storage):
-                if not options.only or case.number in options.only.split(","):
+                if options.images:
+                    plan = {**plan, "images": True}
+                due = case.name.startswith("kill -9") or not options.images
+                if due and (not options.only or case.number in options.only.split(",")):
                     line = lines.setdefault((case.number, case.name), Line(case.number, case.name))
                     line.storages.append(storage)
                     play(processes, case, plan, options.seeds, line)
                     print(f"{storage:10} {line.text()}", flush=True)
-    table = summary(list(lines.values()), options.seeds, time.monotonic() - began)
+    table = summary(list(lines.values()), options.seeds, time.monotonic() - began, options.images)
     print(table)
     if options.write:
-        pages.put(PAGE, BEGIN, END, table)
+        pages.put(PAGE, *MARKS[options.images], table)
     return int(any(line.failed for line in lines.values()))
 
 
@@ -124,7 +139,8 @@ def cases(storage: str) -> Iterator[tuple[Case, dict[str, Any]]]:
 def play(processes: Nursery, case: Case, plan: dict[str, Any], seeds: int, line: Line) -> None:
     if case.needs_shim and not processes.has_shim:
         sys.exit("a C compiler is needed: some cases make single writes fail")
-    for seed in range(seeds if case.name.startswith("kill -9") else max(1, seeds // 4)):
+    often = case.name.startswith("kill -9") and not ("images" in plan and _at_a_point(case))
+    for seed in range(seeds if often else max(1, seeds // 4)):
         line.runs += 1
         explorers = 1 + (seed % 4 == 3 and case.name.startswith("kill -9"))
         try:
@@ -142,7 +158,15 @@ def play(processes: Nursery, case: Case, plan: dict[str, Any], seeds: int, line:
         line.recovered += result.recovered_s
 
 
-def summary(lines: list[Line], seeds: int, seconds: float) -> str:
+def _at_a_point(case: Case) -> bool:
+    return case.name.rpartition(" ")[2] in {
+        point.removeprefix(f"lab.{role}.")
+        for role, points in (("explorer", EXPLORER), ("trainer", TRAINER), ("", BUFFER_POINTS))
+        for point in points
+    }
+
+
+def summary(lines: list[Line], seeds: int, seconds: float, images: bool) -> str:
     lines.sort(key=lambda x: (int(x.number[1:]), x.name))
     runs = sum(x.runs for x in lines)
     failed = sum(len(x.failed) for x in lines)
@@ -150,7 +174,7 @@ def summary(lines: list[Line], seeds: int, seconds: float) -> str:
     total = {k: sum(getattr(x, k) for x in lines) for k in ("deaths", "rows", "twice")}
     about = (
         f"{datetime.date.today()}: {runs} runs, {seeds} seeds of each kill -9 and "
-        f"{max(1, seeds // 4)} of the others, "
+        f"{max(1, seeds // 4)} of the others{' and at each named point' * images}, "
         f"{total['deaths']} processes ended in mid-work, {total['rows']} experiences acknowledged, "
         f"{sum(x.lost for x in kept)} lost, {total['twice']} trained twice, {failed} failed runs; "
         f"{seconds / 60:.0f} minutes with Python {platform.python_version()} on "

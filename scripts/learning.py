@@ -258,7 +258,7 @@ OF_PAIRS = ("ipo", "simpo", "orpo")
 LABELS = "buffer.trainer_input.experience_buffer.path=rft.testing.tiny:copy_labels"
 
 
-HALF = 34  # steps of supervised fine-tuning before a model learns in runtimes
+HALF = 42  # steps of supervised fine-tuning before a model learns in runtimes
 TERMINAL_STEPS = 10
 
 
@@ -834,7 +834,7 @@ below attention, with the transformers engine. `colour` is `examples/colour`, a 
     Part(
         """## An agent in a runtime
 
-Written by `python scripts/learning.py --only terminal --write`. The same model after a few steps of supervised fine-tuning goes on with
+Written by `python scripts/learning.py --only terminal --write`. The same model after 42 steps of supervised fine-tuning goes on with
 GRPO: the tasks are folders for `terminal_workflow`, an agent in a runtime of this machine asks the policy and writes the file that
 hidden tests judge in a second runtime. 64 runs a step, four updates of each batch; before and after are those of GRPO.
 """,

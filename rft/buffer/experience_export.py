@@ -1,12 +1,15 @@
 """Export experiences to a Parquet or JSON-lines file with bounded memory, during or after a run.
 
-Depends on the columns' types and no other program's format.  Invariant: the file appears complete
-or not at all, and no existing file is overwritten.
+With tokens come the files of images, each once, in the folder NAME.images beside the file; a row
+names them relative to it, as rows of tasksets and of data sets to train on do.  Depends on the
+columns' types and no other program's format.  Invariant: the file appears complete, and after its
+images, or not at all, and no existing file is overwritten.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +32,15 @@ _Write = Callable[[list[dict[str, Any]]], None]
 PAGE = 256  # experiences per query
 GROUP_ROWS = 2048  # largest row group
 GROUP_BYTES = 32 << 20  # limit of a row group by size of its tokens and texts
+PLACE = pa.struct(
+    [
+        ("sha256", pa.string()),
+        ("start", pa.int32()),
+        ("length", pa.int32()),
+        ("grid", pa.list_(pa.int32())),
+        ("pixels", pa.string()),
+    ]
+)
 SPAN = pa.struct([("version", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
 PAYLOAD = pa.schema(
     [
@@ -47,6 +59,8 @@ PAYLOAD = pa.schema(
         ("tools", pa.string()),
         ("metrics", pa.string()),
         ("info", pa.string()),
+        ("image_places", pa.list_(PLACE)),
+        ("images", pa.list_(pa.string())),
     ]
 )
 
@@ -85,6 +99,7 @@ def export(
             [*(field for field in header if field.name not in PAYLOAD.names), *PAYLOAD]
         )
     aside = to.with_name(f".{to.name}.{os.getpid()}")
+    images = _Images(questions, to)
     try:
         with _WRITERS[to.suffix](aside, header) as write:
             count = 0
@@ -94,7 +109,11 @@ def export(
                     payloads = questions.payload(ids)
                     trainer_tokens = questions.trainer_tokens(ids)
                     rows = [
-                        {**row, **unpacked(payloads[x], trainer_tokens.get(x))}
+                        {
+                            **row,
+                            **unpacked(payloads[x], trainer_tokens.get(x)),
+                            "images": images.written(payloads[x]),
+                        }
                         for x, row in zip(ids, rows, strict=True)
                     ]
                 write(rows)
@@ -103,6 +122,7 @@ def export(
             raise ConfigError(
                 f"{to} appeared meanwhile and is not overwritten", key="--to", given=str(to)
             )
+        images.complete()
         aside.rename(to)
     except OSError as e:
         raise ConfigError(
@@ -112,7 +132,45 @@ def export(
         ) from e
     finally:
         aside.unlink(missing_ok=True)
+        images.close()
     return count
+
+
+class _Images:
+    """The files of images that are exported to `to`."""
+
+    def __init__(self, questions: Questions, to: Path) -> None:
+        self._questions = questions
+        self._folder = to.with_name(f"{to.stem}.images")
+        self._aside = to.with_name(f".{self._folder.name}.{os.getpid()}")
+        self._names: set[str] = set()
+
+    def written(self, row: Experience) -> list[str]:
+        """Write what `row` shows; return the paths, each once.  Raises ConfigError, OSError."""
+        names = list(dict.fromkeys(place.sha256 for place in row.images))
+        for name in (n for n in names if n not in self._names):
+            if not self._names:
+                self._refuse_another()
+                self._aside.mkdir()
+            (self._aside / name).write_bytes(self._questions.image(name))
+            self._names.add(name)
+        return [f"{self._folder.name}/{name}" for name in names]
+
+    def complete(self) -> None:
+        if self._names:
+            self._refuse_another()
+            self._aside.rename(self._folder)
+
+    def close(self) -> None:
+        shutil.rmtree(self._aside, ignore_errors=True)
+
+    def _refuse_another(self) -> None:
+        if self._folder.exists():
+            raise ConfigError(
+                f"{self._folder}, for its images, exists and is not overwritten; name another file",
+                key="--to",
+                given=str(self._folder),
+            )
 
 
 def pages(questions: Questions, where: str) -> Iterator[list[dict[str, Any]]]:
@@ -181,6 +239,7 @@ def unpacked(x: Experience, trainer: TrainerTokens | None) -> dict[str, Any]:
             name: msgspec.json.encode(getattr(x, name)).decode()
             for name in ("messages", "tools", "metrics", "info")
         },
+        "image_places": [msgspec.structs.asdict(place) for place in x.images],
     }
 
 

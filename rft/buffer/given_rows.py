@@ -14,6 +14,7 @@ import numpy as np
 from rft.errors import ConfigError
 from rft.types.experience import Experience
 from rft.types.ids import ExperienceId
+from rft.types.images import ImagePlace
 from rft.types.ports import Consumption, Lease
 
 
@@ -76,6 +77,7 @@ def expert_row(
     taskset: str,
     task_index: int,
     messages: tuple[dict[str, Any], ...] = (),
+    images: tuple[ImagePlace, ...] = (),
     info: dict[str, Any] | None = None,
 ) -> Experience:
     """Return a sequence to imitate: without reward and without log-probs of a sampling policy."""
@@ -91,5 +93,6 @@ def expert_row(
         has_logprobs=False,
         is_expert=True,
         messages=messages,
+        images=images,
         info=info or {},
     )

@@ -49,7 +49,10 @@ def note(
 def files_of(tx: Connection, storage: Storage, groups: Sequence[str]) -> dict[str, bytes]:
     """Return the files of the images that `groups` show.  Raises PayloadDamaged."""
     rows = [row for part in parts(groups) for row in ask(tx, _SHOWN, many=part).all()]
-    locators = dict(tuple(row) for row in rows)
+    return _read(tx, storage, dict(tuple(row) for row in rows))
+
+
+def _read(tx: Connection, storage: Storage, locators: dict[str, str]) -> dict[str, bytes]:
     files = dict(zip(locators, storage.get(list(locators.values()), tx), strict=True))
     for name, data in files.items():
         if sha256(data).hexdigest() != name:
@@ -62,7 +65,7 @@ def files_of(tx: Connection, storage: Storage, groups: Sequence[str]) -> dict[st
 def file_of(tx: Connection, storage: Storage, name: str) -> bytes | None:
     """Return one file; None if no row shows it.  Raises PayloadDamaged."""
     row = tx.execute(select(images.c.locator).where(images.c.sha256 == name)).one_or_none()
-    return None if row is None else storage.get([row.locator], tx)[0]
+    return None if row is None else _read(tx, storage, {name: row.locator})[name]
 
 
 def release(tx: Connection, groups: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ mixed-in rows, no row twice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -30,10 +30,17 @@ KEY = "buffer.trainer_input.auxiliary_buffers"
 class Mix:
     """The rows of `source` in each train batch."""
 
-    def __init__(self, settings: MixSettings, source: Sequence[Experience]) -> None:
+    def __init__(
+        self,
+        settings: MixSettings,
+        source: Sequence[Experience],
+        files: Callable[[Sequence[int]], Mapping[str, bytes]] = lambda indices: {},
+    ) -> None:
+        """`files`: the images of rows of `source`, by name."""
         settings.fits(len(source))
         self.settings = settings
         self._source = source
+        self._files = files
         self.name = settings.name
         hashes = "\n".join(c.hash for c in contents(encode(source)))
         # changes with the rows; compared on resume
@@ -62,11 +69,11 @@ class Mix:
     def ids(self, step: int) -> list[str]:
         return [str(row_id(i)) for i in self.indices(step)]
 
-    def block(self, step: int) -> tuple[bytes, list[float | None]]:
-        """Return the rows of `step` as a block, and their rewards."""
+    def block(self, step: int) -> tuple[bytes, list[float | None], Mapping[str, bytes]]:
+        """Return the rows of `step` as a block, their rewards and the files of their images."""
         indices = self.indices(step)
         rows = [msgspec.structs.replace(self._source[i], id=row_id(i)) for i in indices]
-        return encode(rows), [x.reward for x in rows]
+        return encode(rows), [x.reward for x in rows], self._files(indices)
 
 
 def remember(tx: Connection, lineage: int, name: str, fingerprint: str) -> None:
@@ -130,6 +137,7 @@ def demonstrations(rows: Sequence[Demonstration], *, taskset: str) -> list[Exper
             taskset=taskset,
             task_index=x.id.task,
             messages=x.messages,
+            images=x.images,
         )
         for i, x in enumerate(rows)
     ]

@@ -24,6 +24,7 @@ from sqlalchemy import Connection, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from rft.buffer import schema, text_functions
+from rft.buffer.image_files import file_of
 from rft.buffer.location import Location, connect, find
 from rft.buffer.schema import FORMAT, VIEWS, experiences, groups, meta
 from rft.buffer.storage.base import Storage
@@ -314,6 +315,14 @@ class Questions:
                 key="RUN",
                 given=str(self.run_dir),
             ) from e
+
+    def image(self, name: str) -> bytes:
+        """Return the file of an image that a row shows.  Raises PayloadDamaged, ConfigError."""
+        with self.errors("RUN"), self.reading() as tx:
+            data = file_of(tx, self.storage, name)
+        if data is None:
+            raise PayloadDamaged(f"the ledger does not name image {name}, which a row shows")
+        return data
 
     def trainer_tokens(self, ids: Sequence[str]) -> dict[str, TrainerTokens]:
         """Return the trainer's numbers of these experiences that are kept, by id."""

@@ -17,7 +17,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -145,10 +145,14 @@ class TrainerSide(BufferCore):
             ledger = self._ledger
             chosen, scored = write_lease(tx, ledger, step, choice)
             names = [group.id for group, _ in choice.picked] if ledger.images else []
-            return bundle([*chosen, *further]), files_of(tx, ledger.storage, names), scored
+            files = files_of(tx, ledger.storage, names)
+            return bundle([*chosen, *further]), {**files, **further_files}, scored
 
-        mixed = [self._mix.block(step)] if self._mix else []
-        further = [(block, range(len(rewards)), rewards) for block, rewards in mixed]
+        further: list[tuple[bytes, Sequence[int], Sequence[float | None]]] = []
+        further_files: Mapping[str, bytes] = {}
+        if self._mix:
+            block, rewards, further_files = self._mix.block(step)
+            further.append((block, range(len(rewards)), rewards))
         frame, images, scored = await self._run_fenced(lineage, work, "buffer.lease")
         for group, _ in choice.picked:
             group.frozen = group.frozen or _freeze_statistics(group.id, scored[group.id])

@@ -82,20 +82,24 @@ def images_need_engine_and_rows(
     ctx: Context, tasksets: Sequence[TasksetSettings], engine_type: str
 ) -> None:
     """Images are shown by two engines, and their rows are not shared by ranks."""
-    ranks = ctx.config.trainer.ulysses_sequence_parallel_size
-    for key in (f"{t.key}.format.image_key" for t in tasksets if t.format.image_key):
-        if engine_type not in ("transformers", "vllm"):
+    for taskset in tasksets:
+        if taskset.format.image_key and engine_type not in ("transformers", "vllm"):
             ctx.error(
-                key,
+                f"{taskset.key}.format.image_key",
                 f"images are offered with explorer.rollout_model.engine_type: transformers and vllm, "
                 f"not with {engine_type}; write one of these, or leave it out",
             )
-        if ranks > 1:
-            ctx.error(
-                key,
-                f"rows with images are padded, which {ranks} ranks cannot share; set "
-                f"trainer.ulysses_sequence_parallel_size to 1",
-            )
+        images_need_a_rank_each(ctx, taskset)
+
+
+def images_need_a_rank_each(ctx: Context, rows: TasksetSettings) -> None:
+    ranks = ctx.config.trainer.ulysses_sequence_parallel_size
+    if rows.format.image_key and ranks > 1:
+        ctx.error(
+            f"{rows.key}.format.image_key",
+            f"rows with images are padded, which {ranks} ranks cannot share; set "
+            f"trainer.ulysses_sequence_parallel_size to 1",
+        )
 
 
 def service_is_trainer_driven(ctx: Context, config: SynchronizerConfig) -> SynchronizerConfig:

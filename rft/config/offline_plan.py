@@ -15,6 +15,7 @@ from rft.algorithm.catalog import algorithm_defaults, check_args, losses
 from rft.algorithm.expert_mix import MixSampleArgs
 from rft.algorithm.settings import AlgorithmSettings
 from rft.buffer.settings import MixSettings
+from rft.config import cross_rules
 from rft.config.context import Context, Problems
 from rft.config.plan_schedule import NumBatches
 from rft.config.plan_serve import PLAYING
@@ -293,6 +294,8 @@ def _source(
     engine: EngineSettings,
     key: str = KEY,
 ) -> OfflineDataSettings:
+    if data == "texts" and b.format.image_key:
+        ctx.error(f"{key}.format.image_key", "cpt continues texts alone; leave it out, or use sft")
     rows = TasksetSettings(
         name=name,
         key=key,
@@ -304,11 +307,13 @@ def _source(
         selector=b.data_selector.selector_type,
         seed=b.data_selector.seed,
     )
+    cross_rules.images_need_a_rank_each(ctx, rows)
     return OfflineDataSettings(
         rows=rows,
         kind=data,
         model_path=engine.tokenizer_path or engine.model_path,
         weights_path=engine.model_path,
+        image_processor_args=engine.image_processor_args,
         max_tokens=engine.max_model_len,
         chat_template=engine.chat_template,
         chat_template_args=dict(engine.chat_template_kwargs),

@@ -259,7 +259,7 @@ class Chat:
             return text
         by_name = {x.sha256: p for x, p in zip(request.images, self.prepared(request), strict=True)}
         assert self.images is not None, "`prepared` checks it"
-        return self.images.expand(text, [by_name[name] for name in names_in(messages)])
+        return self.images.expand([text], [by_name[name] for name in names_in(messages)])[0]
 
     def _tokens_of(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

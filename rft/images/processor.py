@@ -60,6 +60,17 @@ FAMILIES = {  # by model_type of config.json
 }
 
 
+def family_of(folder: str | Path) -> tuple[dict[str, Any], Family] | None:
+    """Return the configuration and family of a model's folder; None as `ImageProcessor.of_model`."""
+    file = Path(folder) / "config.json"
+    described = ("preprocessor_config.json", "processor_config.json")
+    if not file.is_file() or not any((file.parent / x).is_file() for x in described):
+        return None
+    config = json.loads(file.read_text(encoding="utf-8"))
+    family = FAMILIES.get(config.get("model_type", ""))
+    return None if family is None else (config, family)
+
+
 class PreparedImage(NamedTuple):
     """One image for the model."""
 
@@ -142,15 +153,10 @@ class ImageProcessor:
         """Load the processor of a model's folder; None if the folder has none, or is of a family
         that is not offered with images.
         """
-        file = Path(folder) / "config.json"
-        described = ("preprocessor_config.json", "processor_config.json")
-        if not file.is_file() or not any((file.parent / x).is_file() for x in described):
+        described = family_of(folder)
+        if described is None:
             return None
-        config = json.loads(file.read_text(encoding="utf-8"))
-        family = FAMILIES.get(config.get("model_type", ""))
-        if family is None:
-            return None
-        return cls(folder, config, family, args=args, trust_remote_code=trust_remote_code)
+        return cls(folder, *described, args=args, trust_remote_code=trust_remote_code)
 
     @property
     def image_token_id(self) -> int:
@@ -192,19 +198,20 @@ class ImageProcessor:
         text = f"{before}{self.family.token * count}{after}"
         return PreparedImage(values, grid, text, count, picture.size, digest.hexdigest())
 
-    def expand(self, text: str, images: Sequence[PreparedImage]) -> str:
-        """Replace the placeholders of a rendered chat, in order.  Raises ValueError unless there is
-        one for each image.
+    def expand(self, pieces: Sequence[str], images: Sequence[PreparedImage]) -> list[str]:
+        """Replace the placeholders in consecutive pieces of a rendered chat, in order.  Raises
+        ValueError unless there is one for each image.
         """
-        parts = text.split(self.family.placeholder)
-        if len(parts) != len(images) + 1:
+        parts = [piece.split(self.family.placeholder) for piece in pieces]
+        count = sum(map(len, parts)) - len(parts)
+        if count != len(images):
             raise ValueError(
-                f"the prompt has {len(parts) - 1} placeholders ({self.family.placeholder}) and "
+                f"the prompt has {count} placeholders ({self.family.placeholder}) and "
                 f"{len(images)} images; the chat template must write one for each image, and no "
                 f"text may contain it"
             )
-        after = [""] if not images else [*(x.text for x in images), ""]
-        return "".join(part + image for part, image in zip(parts, after, strict=True))
+        texts = iter([image.text for image in images])
+        return [first + "".join(next(texts) + part for part in rest) for first, *rest in parts]
 
     def places(
         self,

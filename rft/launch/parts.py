@@ -64,7 +64,11 @@ async def buffer(plan: Plan) -> Any:
 
         data = await asyncio.to_thread(open_offline_data, plan.expert)
         rows = [r for r in data.records if isinstance(r, Demonstration)]
-        mix = Mix(plan.mix, demonstrations(rows, taskset=plan.mix.name))
+        mix = Mix(
+            plan.mix,
+            demonstrations(rows, taskset=plan.mix.name),
+            lambda indices: data.images([rows[i] for i in indices]),
+        )
     instance = Buffer(
         dataclasses.replace(plan.buffer, vocab_size=vocab_size(Path(plan.learner.model_path))),
         mix=mix,

@@ -46,7 +46,7 @@ def fit(
             text = chat.render(messages, [], template=engine.chat_template)
             if sees is not None:
                 files = {image.sha256: sees.process(image.data) for image in task.images}
-                text = sees.expand(text, [files[name] for name in names])
+                (text,) = sees.expand([text], [files[name] for name in names])
             if (tokens := len(chat.encode_text(text))) >= engine.max_model_len:
                 problems.error(
                     "explorer.auxiliary_models",

@@ -48,11 +48,13 @@ def estimate(
     trained: int | None = None,
     auxiliary: Mapping[str, ModelShape] | None = None,
     prompt_tokens: int | None = None,
+    image_tokens: int | None = None,
     gpu_memory: int | None = None,
 ) -> tuple[RoleMemory, ...]:
     """Return the peak memory of every role.
 
-    `prompt_tokens`: the longest prompt if the tasks were read; else the longest allowed. `critic`:
+    `prompt_tokens`: the longest prompt if the tasks were read; else the longest allowed.
+    `image_tokens`: the most in a prompt that are of images, likewise. `critic`:
     its sizes if they differ from the policy's.  `trained`: parameters of the trained adapter; None:
     full fine-tuning. `auxiliary`: known sizes of auxiliary models, by name. `gpu_memory`: bytes of
     each GPU; without it a GPU engine's share of the device stays open.
@@ -66,8 +68,12 @@ def estimate(
         for settings in plan.engines
         if explores(plan.mode)
     )
+    data = plan.trainer.offline_data
+    rows_shown = [*plan.explorer.tasksets, *([] if data is None else [data.rows])]
+    shows = any(t.format.image_key for t in rows_shown)
+    shown = (prompt if image_tokens is None else image_tokens) if shows else 0
     ranks = tuple(
-        trainer(plan, rank, shape, prompt, critic, trained)
+        trainer(plan, rank, shape, prompt, critic, trained, shown)
         for rank in range(plan.learner.world_size)
         if plan.trains
     )

@@ -64,6 +64,8 @@ class RowsAtOnce:
     masked: int
     pairs: int
     trained: int
+    roots: int = 1  # rows that begin a prompt
+    patches: int = 0  # of images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +76,13 @@ class Moment:
     # FSDP2's unsharded copies of parameters, and unsharded gradients before their reduction
     gathered: int = 0
     activations: int = 0  # stored by the layers for the backward pass
+    images: int = 0  # pixels, features, and what the tower stores for the backward pass
     work: int = 0
     gradients: int = 0  # this rank's shards
 
     @property
     def nbytes(self) -> int:
-        return self.gathered + self.activations + self.work + self.gradients
+        return self.gathered + self.activations + self.images + self.work + self.gradients
 
 
 def trainer(
@@ -89,13 +92,14 @@ def trainer(
     prompt: int,
     critic: ModelShape | None = None,
     trained: int | None = None,
+    image_tokens: int = 0,
 ) -> RoleMemory:
     """Estimate one rank: float32 weights, gradients and AdamW moments in W shards, and the needs of
     one micro-batch.
 
     Policy and critic are trained in turn; the critic's weights and moments stay in memory. With an
     adapter of `trained` parameters the base weights have neither gradients nor moments, and also
-    serve as the reference model.
+    serve as the reference model.  `image_tokens`: those of a prompt's images.
     """
     s = plan.learner
     critic = critic or shape
@@ -103,10 +107,12 @@ def trainer(
     share = 0 if s.offload_policy else shape.fullest(shape.parameters * 4, shards)
     if trained is None:
         trained_share = share
+        if shape.tower is not None and not s.train_vision and not s.offload_policy:
+            trained_share -= shape.tower.parameters * 4 // shards
     else:
         trained_share = 0 if s.offload_policy else trained * 4 // shards
     needed = needs(s.algorithm)
-    micro = micro_batch(plan, prompt)
+    micro = _micro_with_images(plan, prompt, shape, image_tokens)
     moments = _moments(shape, s, micro, trained_share, needed.entropy, needed.reference)
     peak = max(moments, key=lambda m: m.nbytes)
     if needed.critic:
@@ -133,6 +139,7 @@ def trainer(
             "FSDP2: whole parameters, and gradients that are not yet in shards",
         ),
         Term("activations", peak.activations, f"{step}, kept for the backward pass"),
+        Term("images", peak.images, f"{micro.patches} patches"),
         Term("work", peak.work, peak.name),
         Term("gradients", peak.gradients, "of what is trained"),
         Term(
@@ -144,6 +151,17 @@ def trainer(
     return RoleMemory(
         role=f"trainer-{rank}", device=s.device, terms=tuple(t for t in terms if t.nbytes)
     )
+
+
+def _micro_with_images(plan: Plan, prompt: int, shape: ModelShape, tokens: int) -> RowsAtOnce:
+    """Return the `micro_batch`, with `tokens` of each prompt's images, each computed once."""
+    if (tower := shape.tower) is None or not tokens:
+        return micro_batch(plan, prompt)
+    layout = "padded" if shape.float_norms else plan.learner.row_layout  # Gemma's see each other
+    micro = micro_batch(replace(plan, learner=replace(plan.learner, row_layout=layout)), prompt)
+    groups = plan.trainer.batch_groups or micro.rows
+    shown = min(micro.rows, groups) if layout == "padded" else micro.roots
+    return replace(micro, patches=shown * tokens * tower.patches)
 
 
 def _optimizer_and_frozen(
@@ -324,6 +342,7 @@ def micro_batch(plan: Plan, prompt: int) -> RowsAtOnce:
         masked=(rows - roots) * response * length,
         pairs=(roots * length + (rows - roots) * response) * length,
         trained=rows * response // s.sequence_parallel,
+        roots=roots,
     )
 
 
@@ -341,6 +360,7 @@ def _moments(
     """
     item = BYTES[s.dtype]
     trains = s.lora is None
+    images, tower = _images(shape, s, micro)
     layer = kept_by_layer(shape, s, micro)
     stream = micro.positions * shape.hidden * item  # hidden states between two layers
     activations = stream + shape.layers * (stream if s.gradient_checkpointing else layer)
@@ -363,6 +383,7 @@ def _moments(
         name="log-probs",
         gathered=at_logprobs,
         activations=activations + masks,
+        images=images,
         work=max(forward, backward + head),
         gradients=begun,
     )
@@ -370,15 +391,49 @@ def _moments(
         name="backward pass of a layer",
         gathered=at_layer,
         activations=activations + masks + again,
+        images=images,
         work=work + head,
         gradients=begun,
     )
+    if tower:
+        yield Moment(
+            name="backward pass of the tower",
+            gathered=at_layer,
+            images=images,
+            work=tower + head,
+            gradients=begun,
+        )
     yield Moment(
         name="end of the backward pass",
         gathered=at_end,
         work=head if shape.tied and not s.sharded else 0,
         gradients=gradients,
     )
+
+
+def _images(shape: ModelShape, s: LearnerSettings, micro: RowsAtOnce) -> tuple[int, int]:
+    """Return (bytes that images need all the time, bytes that the tower's backward pass allocates).
+
+    Pixels in float32, features, and the embeddings among which they are put.  A tower that is
+    trained stores 9 hidden states of a layer, 4 more where positions turn queries and keys, and
+    what its MLP does.
+    """
+    t = shape.tower
+    if t is None or not micro.patches:
+        return 0, 0
+    item = BYTES[s.dtype]
+    pixels = micro.patches * t.patch * (4 + (item if item < 4 else 0))
+    placed = 2 * micro.patches // t.patches + 3 * micro.positions
+    nbytes = pixels + placed * shape.hidden * item
+    if not s.train_vision:
+        return nbytes, 0
+    numbers = (13 if t.rotary else 9) * t.hidden + (4 if t.gated else 2) * t.mlp
+    stored = micro.patches * numbers * item
+    work = micro.patches * item * (2 * t.hidden + (3 if t.gated else 2) * t.mlp)
+    stream = micro.patches * t.hidden * item
+    if s.gradient_checkpointing:  # of a layer its input, and one layer whole
+        return nbytes + (t.layers + 1) * stream, work + stored
+    return nbytes + stream + t.layers * stored, work
 
 
 def _gathered(shape: ModelShape, s: LearnerSettings, freed: int) -> tuple[int, int, int]:
@@ -401,6 +456,8 @@ def _gathered(shape: ModelShape, s: LearnerSettings, freed: int) -> tuple[int, i
     at_layer += block * item + max(0, 4 * block - freed)
     # unsharded gradients, also in float32, and the new shards; a single rank has one more copy
     # instead
+    if shape.tower is not None and not s.train_vision:
+        root -= shape.tower.parameters
     at_end = root * ((item if shards > 1 else 4) + 4) + root * 4 // shards
     return at_logprobs, at_layer, at_end
 

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from rft.errors import ConfigError, ConfigErrors
 from rft.files.disk import open_regular, read_regular
 from rft.files.strict_json import parse_json
+from rft.images.processor import FAMILIES
 from rft.taskset.chatfiles import KEY, ChatFiles, find_model
 from rft.types.experts import sizes_of
 
@@ -377,8 +378,10 @@ _PLAIN_MLP = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "
 # Model types whose norms and MLPs, or norms only, rft.trainer.model.recompute supports; types with
 # norms of queries and keys; types with four norms per layer instead of two.
 LEAN = {"exaone4", "granite", "llama", "ministral", "mistral", "qwen2", "qwen3", "smollm3"}
+LEAN |= {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}
 LEAN_NORMS = LEAN | {"glm4_moe", "mixtral", "olmoe", "phi3", "qwen2_moe", "qwen3_moe", "seed_oss"}
 HEAD_NORMS = {"exaone4", "gemma3_text", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe"}
+HEAD_NORMS |= {"qwen3_vl_text"}
 FOUR_NORMS = {"gemma2", "gemma3_text", "glm4"}
 _NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -391,8 +394,22 @@ Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)
+class TowerShape:
+    """Sizes of a tower for images in elements; `parameters` with its projection."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    mlp: int
+    gated: bool
+    rotary: bool  # positions turn queries and keys
+    patch: int  # of one patch of pixels
+    patches: int  # that become one token of a prompt
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes in elements.  `parameters` counts a tied output layer once."""
+    """Sizes in elements.  `parameters` counts a tied output layer once, and the tower."""
 
     parameters: int
     vocab: int
@@ -413,6 +430,7 @@ class ModelShape:
     unfused_layers: int = 0
     tied: bool = False
     experts: int = 0  # of a layer
+    tower: TowerShape | None = None
 
     @property
     def embedding(self) -> int:
@@ -421,7 +439,9 @@ class ModelShape:
     @property
     def block(self) -> int:
         """Return the parameters of one layer."""
-        return max(0, self.parameters - self.embedding * (1 if self.tied else 2)) // self.layers
+        tower = 0 if self.tower is None else self.tower.parameters
+        rest = self.parameters - tower - self.embedding * (1 if self.tied else 2)
+        return max(0, rest) // self.layers
 
     def fullest(self, nbytes: int, shards: int) -> int:
         """Return the share of `nbytes` on the fullest rank.
@@ -446,6 +466,40 @@ class ModelShape:
     def cached(self) -> int:
         """Return the elements per token in a key/value cache."""
         return 2 * self.layers * self.keys
+
+
+_OF_TOWER = re.compile(r"(?:^|\.)(?:visual|vision_tower|vision_model|multi_modal_projector)\.")
+
+
+def _tower(config: Mapping[str, Any], tensors: Tensors | None) -> TowerShape | None:
+    """Return the sizes of the tower of a model that is offered with images."""
+    kind = config.get("model_type")
+    c = config.get("vision_config")
+    if kind not in FAMILIES or not isinstance(c, Mapping):
+        return None
+    hidden = int(c.get("embed_dim") or c["hidden_size"])
+    mlp = int(c.get("intermediate_size") or hidden * c.get("mlp_ratio", 4))
+    layers = int(c.get("depth") or c["num_hidden_layers"])
+    size = int(c.get("patch_size", 14))
+    gated = kind == "qwen2_5_vl"
+    patch = 3 * int(c.get("temporal_patch_size", 1)) * size**2
+    patches = int(c.get("spatial_merge_size", 2)) ** 2
+    if "image_size" in c and "mm_tokens_per_image" in config:
+        patches = (int(c["image_size"]) // size) ** 2 // int(config["mm_tokens_per_image"])
+    counted = sum(
+        math.prod(dims) for n, (_, dims) in (tensors or {}).items() if _OF_TOWER.search(n)
+    )
+    formula = layers * hidden * (4 * hidden + (3 if gated else 2) * mlp) + patch * hidden
+    return TowerShape(
+        parameters=counted or formula,
+        layers=layers,
+        hidden=hidden,
+        mlp=mlp,
+        gated=gated,
+        rotary="image_size" not in c,
+        patch=patch,
+        patches=patches,
+    )
 
 
 def shape(config: Mapping[str, Any], tensors: Tensors | None = None) -> ModelShape:
@@ -485,8 +539,9 @@ def shape(config: Mapping[str, Any], tensors: Tensors | None = None) -> ModelSha
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
     mlp = (3 if gated else 2) * hidden * (expert * experts if experts else width)
     formula = layers * (attention + mlp + 2 * hidden) + hidden + vocab * hidden * (1 if tied else 2)
+    tower = _tower(config, tensors)
     return ModelShape(
-        parameters=counted or formula,
+        parameters=counted or formula + (0 if tower is None else tower.parameters),
         vocab=vocab,
         hidden=hidden,
         layers=layers,
@@ -504,4 +559,5 @@ def shape(config: Mapping[str, Any], tensors: Tensors | None = None) -> ModelSha
         unfused_layers=layer_types.count("full_attention") if unfused else 0,
         tied=tied,
         experts=experts,
+        tower=tower,
     )

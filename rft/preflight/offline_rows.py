@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rft.config.context import Problems
 from rft.config.offline_plan import KEY
 from rft.errors import ConfigError
-from rft.preflight.preview import RowPreview, TasksetPreview, placed
+from rft.preflight.preview import RowPreview, TasksetPreview, described, placed
 from rft.taskset.settings import OfflineDataSettings
 
 if TYPE_CHECKING:
@@ -46,11 +48,13 @@ def look(plan: Plan, problems: Problems) -> tuple[list[TasksetPreview], dict[str
 
 
 def _preview(settings: OfflineDataSettings, is_eval: bool, problems: Problems) -> TasksetPreview:
-    from rft.taskset.chatfiles import open_chat
+    from rft.taskset.chatfiles import ImageTokens, open_chat
     from rft.taskset.offline_data import end_tokens, open_offline_data, sides
 
     data = open_offline_data(settings)
     chat = open_chat(settings.model_path)
+    folder = settings.weights_path or settings.model_path
+    images = ImageTokens(settings.rows, folder, settings.image_processor_args)
     if data.left_out:
         problems.note(f"{settings.rows.name}: {data.left_out}")
     ends = end_tokens(chat, settings)
@@ -66,8 +70,18 @@ def _preview(settings: OfflineDataSettings, is_eval: bool, problems: Problems) -
     lengths = data.lengths
     rows = []
     for record, length in zip(data.records[:2], lengths, strict=False):
-        texts = [chat.marked(tokens.tolist(), mask.tolist()) for tokens, mask in sides(record)]
-        row = RowPreview(index=record.id.task, prompt="\n".join(texts), tokens=length, truth=None)
+        repeated = [n for x in record.images for n in range(x.start + 1, x.start + x.length)]
+        texts = [
+            chat.marked(*(np.delete(array, repeated).tolist() for array in side))
+            for side in sides(record)
+        ]
+        row = RowPreview(
+            index=record.id.task,
+            prompt="\n".join(texts),
+            tokens=length,
+            truth=None,
+            images=described(images, data.task(record)),
+        )
         rows.append(row)
     return TasksetPreview(
         name=settings.rows.name,
@@ -75,6 +89,7 @@ def _preview(settings: OfflineDataSettings, is_eval: bool, problems: Problems) -
         num_rows=len(data),
         is_eval=is_eval,
         rows=tuple(rows),
+        max_image_tokens=max(sum(x.length for x in record.images) for record in data.records),
         mean_tokens=sum(lengths) / len(data),
         mean_trained_tokens=data.trained_tokens / len(data),
     )

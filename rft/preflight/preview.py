@@ -66,6 +66,7 @@ class TasksetPreview:
     workflows: tuple[str, ...] = ()  # of the previewed rows; they may add to the prompts
     mean_prompt_tokens: float | None = None
     max_prompt_tokens: int | None = None
+    max_image_tokens: int | None = None  # of a prompt
     # mean tokens of a training row, and mean trained tokens of it
     mean_tokens: float | None = None
     mean_trained_tokens: float | None = None
@@ -133,7 +134,7 @@ def _look(plan: Plan, model: ModelFiles | None, problems: Problems) -> Look:
             problems.warn(f"{key}: {taskset.skipped}")
         if taskset.left_out is not None:
             problems.note(f"{key}: {taskset.left_out}")
-        rows, (mean, longest) = _rows(plan, taskset, tasks, rewards, model, problems, hung)
+        rows, lengths = _rows(plan, taskset, tasks, rewards, model, problems, hung)
         _tools_shown(plan, tasks, recipes, model, key, problems)
         if model is not None and (
             omission := left_out_later(
@@ -153,8 +154,7 @@ def _look(plan: Plan, model: ModelFiles | None, problems: Problems) -> Look:
                     t.workflow for t in tasks if t.workflow != "simple_workflow" or t.workflow_args
                 )
             ),
-            mean_prompt_tokens=mean,
-            max_prompt_tokens=longest,
+            **lengths,
         )
         result.tasksets.append(preview)
         result.opened.append(taskset)
@@ -230,7 +230,7 @@ def _rows(
     model: ModelFiles | None,
     problems: Problems,
     hung: set[str],
-) -> tuple[list[RowPreview], tuple[float | None, int | None]]:
+) -> tuple[list[RowPreview], dict[str, Any]]:
     engine = plan.engines[0]
     limit = plan.engines[0].max_prompt_tokens
     key = taskset.settings.key
@@ -272,7 +272,7 @@ def _rows(
                     tokens=tokens,
                     truth=task.truth,
                     gold_reward=gold,
-                    images=_described(images, task) if model is not None else (),
+                    images=described(images, task) if model is not None else (),
                 )
             )
     cut = taskset.settings.prompt_truncation
@@ -290,7 +290,17 @@ def _rows(
             f"{max(lengths)}); "
             f"{'their runs will fail.  Raise it' if cut == 'error' else f'they are cut (prompt_truncation_side: {cut})'}"
         )
-    return rows, (float(np.mean(lengths)), max(lengths)) if lengths else (None, None)
+    return rows, _lengths(lengths, images.most)
+
+
+def _lengths(tokens: list[int], of_images: int) -> dict[str, Any]:
+    if not tokens:
+        return {}
+    return {
+        "mean_prompt_tokens": float(np.mean(tokens)),
+        "max_prompt_tokens": max(tokens),
+        "max_image_tokens": of_images,
+    }
 
 
 def _prompt(
@@ -304,7 +314,7 @@ def _prompt(
     return text, model.count_tokens(text) + more if model.can_count else None
 
 
-def _described(images: ImageTokens, task: Task) -> tuple[str, ...]:
+def described(images: ImageTokens, task: Task) -> tuple[str, ...]:
     sizes = ((*image.size, image.num_tokens) for image in images.read(task).values())
     return tuple(f"{width} x {height} pixels, {tokens} tokens" for width, height, tokens in sizes)
 

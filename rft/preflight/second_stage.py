@@ -7,7 +7,7 @@ checks, not on their findings.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,7 @@ def checked(config: RunConfig, facts: Facts, name: str, schema_only: bool) -> Re
         problems = Problems()
         plan_checks.advise(plan, problems)
         sizes = model_folder.sizes(plan.learner.model_path)
-        plan, roles = _memory(config, plan, sizes, None, facts, problems)
+        plan, roles = _memory(config, plan, sizes, (None, None), facts, problems)
         needs = missing_dependencies.look(plan, facts)
         return _report(config, plan, problems, schema_only=True, memory=roles, needs=needs)
     try:
@@ -153,9 +153,9 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
             plan = replace(counted, auxiliary=plan.auxiliary)
     plan = plan_checks.settled(plan, rows)
     plan_checks.advise(plan, problems)
-    longest = max(
-        (t.max_prompt_tokens for t in data.tasksets if t.max_prompt_tokens is not None),
-        default=None,
+    longest = (
+        _most(t.max_prompt_tokens for t in data.tasksets),
+        _most(t.max_image_tokens for t in (*data.tasksets, *offline_previews)),
     )
     sizes = (model.config, model.tensors) if model is not None else None
     plan, roles = _memory(config, plan, sizes, longest, facts, problems)
@@ -167,6 +167,10 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
         model=_about_model(model, rows),
         memory=roles,
     )
+
+
+def _most(counts: Iterable[int | None]) -> int | None:
+    return max((count for count in counts if count is not None), default=None)
 
 
 def _about_model(model: ModelFiles | None, rows: Choice | None) -> dict[str, Any]:
@@ -201,12 +205,12 @@ def _memory(
     config: RunConfig,
     plan: Plan,
     sizes: tuple[dict[str, Any], Any] | None,
-    prompt_tokens: int | None,
+    longest: tuple[int | None, int | None],
     facts: Facts,
     problems: Problems,
 ) -> tuple[Plan, tuple[RoleMemory, ...]]:
     """Return the plan, with the gradient checkpointing and the engines' share of GPUs that memory
-    requires, and every role's peak.
+    requires, and every role's peak.  `longest`: tokens of a prompt, and of a prompt's images.
 
     The size of this machine's GPUs judges only a run on them; a declared size judges any run.
     """
@@ -236,7 +240,8 @@ def _memory(
             critic=critic_shape,
             trained=None if lora is None else lora_checks.parameters(lora, policy_shape, sizes[1]),
             auxiliary=auxiliary,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=longest[0],
+            image_tokens=longest[1],
             gpu_memory=gpu_memory,
         )
         return roles + phases(plan, roles, policy_shape)

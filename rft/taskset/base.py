@@ -460,12 +460,15 @@ def _text(settings: TasksetSettings, row: Row, where: str, which: str, name: str
     raise _wrong(settings, where, which, name, value, "a text")
 
 
-def of_texts(row: Row, where: str, key: str, columns: Sequence[str] = USUAL) -> None:
-    """Raise ConfigError for a row with pictures in these usual columns of multimodal data sets."""
+def refuse_media(row: Row, where: str, key: str, image_key: str) -> None:
+    """Raise ConfigError for a row with something in the usual columns of multimodal data sets, beside
+    the images of `image_key`.
+    """
+    columns = ("videos",) if image_key else USUAL
     if column := next((c for c in columns if row.get(c)), None):
         raise ConfigError(
             f"{where}: column {column!r} is not empty; multimodal inputs are not offered.  Use "
-            f"rows of text",
+            f"rows of text, or name a column of images in format.image_key",
             key=key,
         )
 
@@ -474,12 +477,7 @@ def _verl_row(settings: TasksetSettings, row: Row, where: str) -> Row:
     """Return the row with its data source under the name that rewards read.  Raises ConfigError for
     videos, and for a row that needs a reward model instead of a rule.
     """
-    of_texts(
-        row,
-        where,
-        _key(settings, "format.preset"),
-        ("videos",) if settings.format.image_key else USUAL,
-    )
+    refuse_media(row, where, _key(settings, "format.preset"), settings.format.image_key)
     source = lookup(row, settings.format.data_source_key)
     if settings.format.reward_fn_key and lookup(row, "reward_model.style") == "model":
         raise ConfigError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -26,7 +27,7 @@ from rft.images.processor import ImageProcessor, PreparedImage
 from rft.taskset import parallel, template_worker
 from rft.taskset.settings import PromptLimit, TasksetSettings
 from rft.types import modelfiles
-from rft.types.images import names_in
+from rft.types.images import ImagePlace, names_in
 from rft.types.task import Task
 
 KEY = "model.model_path"
@@ -420,20 +421,49 @@ class ImageTokens:
         self._folder = folder
         self._args = args
         self._processor: ImageProcessor | None = None
+        self.most = 0  # tokens of the images of a row, of those counted by `beyond`
 
     def read(self, task: Task) -> dict[str, PreparedImage]:
         """Return the images by name.  Raises ConfigError that names the row, for a model of texts too."""
         if not task.images:
             return {}
+        with self._errors(task):
+            return {x.sha256: self._opened().process(x.data) for x in task.images}
+
+    def expand(
+        self, task: Task, messages: Sequence[Mapping[str, Any]], pieces: list[str]
+    ) -> list[str]:
+        """Write the images of `messages` into consecutive pieces of their text.  Raises as `read`."""
+        images = self.read(task)
+        with self._errors(task):
+            shown = [images[name] for name in names_in(messages)]
+            return self._opened().expand(pieces, shown) if shown else pieces
+
+    def places(
+        self, task: Task, messages: Sequence[Mapping[str, Any]], tokens: list[int]
+    ) -> tuple[ImagePlace, ...]:
+        """Find the images of `messages` among their tokens.  Raises as `read`."""
+        images = self.read(task)
+        names = list(names_in(messages))
+        with self._errors(task):
+            shown = [images[name] for name in names]
+            return self._opened().places(tokens, names, shown) if shown else ()
+
+    def _opened(self) -> ImageProcessor:
+        if self._processor is None:
+            self._processor = ImageProcessor.of_model(self._folder, args=self._args)
+        if self._processor is None:
+            raise ValueError(
+                f"it shows images, and {self._folder} is no model of a family that is offered "
+                f"with images"
+            )
+        return self._processor
+
+    @contextmanager
+    def _errors(self, task: Task) -> Iterator[None]:
+        """Name the row in errors."""
         try:
-            if self._processor is None:
-                self._processor = ImageProcessor.of_model(self._folder, args=self._args)
-            if self._processor is None:
-                raise ValueError(
-                    f"it shows images, and {self._folder} is no model of a family that is offered "
-                    f"with images"
-                )
-            return {x.sha256: self._processor.process(x.data) for x in task.images}
+            yield
         except (ValueError, SetupError) as e:
             raise ConfigError(
                 f"row {task.index} of {self._settings.path}: {e}",
@@ -445,7 +475,9 @@ class ImageTokens:
         """Return the tokens that images take beyond their placeholders.  Raises as `read`."""
         images = self.read(task)
         tokens = {name: files.count_tokens(image.text) for name, image in images.items()}
-        return sum(tokens[name] - 1 for name in names_in(task.messages))
+        names = list(names_in(task.messages))
+        self.most = max(self.most, sum(images[name].num_tokens for name in names))
+        return sum(tokens[name] - 1 for name in names)
 
 
 def count(limit: dict[str, Any], chats: list[Any]) -> list[int]:

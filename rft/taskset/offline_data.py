@@ -22,13 +22,23 @@ import numpy as np
 import xxhash
 
 from rft.errors import ConfigError
-from rft.taskset.base import Taskset, of_texts
-from rft.taskset.chatfiles import KEY, ChatFiles, LeftOut, find_model, open_chat, read_settings
-from rft.taskset.messages import ABSENT, as_chat, lookup
+from rft.taskset.base import Taskset, refuse_media
+from rft.taskset.chatfiles import (
+    KEY,
+    ChatFiles,
+    ImageTokens,
+    LeftOut,
+    find_model,
+    open_chat,
+    read_settings,
+)
+from rft.taskset.messages import ABSENT, lookup
 from rft.taskset.open_source import open_taskset
+from rft.taskset.row_images import chat_in
 from rft.taskset.settings import OfflineDataSettings
 from rft.types.experience import Demonstration, LabelledAnswer, Preference
 from rft.types.ids import ExperienceId
+from rft.types.images import ImagePlace, names_in
 from rft.types.modelfiles import vocab_size
 from rft.types.task import Task
 
@@ -46,6 +56,7 @@ class OfflineData:
     records: Sequence[Demonstration | Preference]
     fingerprint: str  # of settings that affect tokens, rows and tokens
     left_out: LeftOut | None = None  # rows that are too long
+    source: Taskset | None = None  # the data set, with the files of its images
 
     def __len__(self) -> int:
         return len(self.records)
@@ -77,6 +88,26 @@ class OfflineData:
         if selector == "sequential":
             return [at for _, at in places]
         return [int(_permutation(seed, own_seed, epoch, rows)[at]) for epoch, at in places]
+
+    def task(self, record: Demonstration | Preference) -> Task:
+        """Return the row that `record` was made of."""
+        assert self.source is not None, "records are made of it"
+        return self.source.task(record.id.task)
+
+    def images(self, records: Sequence[Demonstration | Preference]) -> dict[str, bytes]:
+        """Read the files of the images that `records` show, by name.  Raises ConfigError for a row
+        whose images have changed.
+        """
+        files: dict[str, bytes] = {}
+        for record in (r for r in records if r.images):
+            files |= {x.sha256: x.data for x in self.task(record).images}
+            if any(place.sha256 not in files for place in record.images):
+                raise ConfigError(
+                    f"row {record.id.task} of {self.settings.rows.path}: its images are no longer "
+                    f"those that the run began with.  Restore them, or start a new run",
+                    key=f"{self.settings.rows.key}.format.image_key",
+                )
+        return files
 
     def place(self, steps: int, size: int, seed: int) -> str:
         """Return the text that a checkpoint stores after `steps` steps; another data set or order
@@ -130,6 +161,8 @@ def open_offline_data(settings: OfflineDataSettings) -> OfflineData:
         records.append(record)
         for ids, mask in sides(record):
             digest.update(ids.tobytes() + mask.tobytes())
+        if record.images:
+            digest.update(repr(record.images).encode())
         if isinstance(record, LabelledAnswer):
             digest.update(b"%d" % record.label)
     if not records:
@@ -144,11 +177,11 @@ def open_offline_data(settings: OfflineDataSettings) -> OfflineData:
             given=settings.label_key,
         )
     if not left_out:
-        return OfflineData(settings, records, digest.hexdigest())
+        return OfflineData(settings, records, digest.hexdigest(), source=taskset)
     facts = {"option": "filter_overlong", "limit": f"model.max_model_len {settings.max_tokens}"}
     left_out_rows = LeftOut(rows=tuple(left_out), total=len(taskset), longest=most, **facts)
     log.info("%s: %s", settings.rows.name, left_out_rows)
-    return OfflineData(settings, records, digest.hexdigest(), left_out_rows)
+    return OfflineData(settings, records, digest.hexdigest(), left_out_rows, taskset)
 
 
 def sides(record: Demonstration | Preference) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -186,25 +219,27 @@ class _Tokens:
         self._chat = chat
         self._ends = end_tokens(chat, settings)
         self._key = settings.rows.key
-        self.vocab_size = vocab_size(find_model(settings.weights_path or settings.model_path))
+        folder = settings.weights_path or settings.model_path
+        self._images = ImageTokens(settings.rows, folder, settings.image_processor_args)
+        self.vocab_size = vocab_size(find_model(folder))
 
     def record(self, task: Task, where: str) -> Demonstration | Preference:
         """Convert one row.  Raises ConfigError naming the row."""
-        of_texts(task.row, where, self._key)
+        refuse_media(task.row, where, self._key, self._settings.rows.format.image_key)
+        self._images.read(task)  # a template may fail at the images of a model of texts
         id = ExperienceId(0, 0, 0, task.index, 0)
         match self._settings.kind:
             case "texts":
                 return self._text(id, task, where)
             case "pairs":
                 return self._pair(id, task, where)
-        tokens, mask = self._turns(
+        tokens, mask, images = self._turns(
             task, self._with_answer(task, where), where, every=self._settings.every_turn
         )
         if self._settings.kind == "labels":
-            return LabelledAnswer(
-                id=id, tokens=tokens, loss_mask=mask, label=self._label(task.row, where)
-            )
-        return Demonstration(id=id, tokens=tokens, loss_mask=mask)
+            label = self._label(task.row, where)
+            return LabelledAnswer(id=id, tokens=tokens, loss_mask=mask, images=images, label=label)
+        return Demonstration(id=id, tokens=tokens, loss_mask=mask, images=images)
 
     def _label(self, row: dict[str, Any], where: str) -> bool:
         column = self._settings.label_key
@@ -237,7 +272,7 @@ class _Tokens:
         """The messages that both chats of a pair without a prompt begin with, as TRL reads them."""
         keys = (self._settings.chosen_key, self._settings.rejected_key)
         try:
-            chosen, rejected = (as_chat(lookup(task.row, key)) for key in keys)
+            chosen, rejected = (self._chat_in(task, lookup(task.row, key)) for key in keys)
         except ValueError:
             return []
         pairs = zip(chosen, rejected[:-1], strict=False)
@@ -264,15 +299,15 @@ class _Tokens:
                     f"{where} has no column {column!r}; its columns are {columns}",
                     key=f"{self._key}.format.{name}",
                 )
-            answer = self._answer(value, prompt, name, column, where)
-            tokens, mask = self._turns(task, [*prompt, answer], where, every=False)
+            answer = self._answer(task, value, prompt, name, column, where)
+            tokens, mask, images = self._turns(task, [*prompt, answer], where, every=False)
             answers.append(np.split(tokens, [int(np.flatnonzero(mask)[0])]))
         (before, chosen), (_, rejected) = answers
         if np.array_equal(chosen, rejected):
             raise ConfigError(
                 f"{where}: both answers are the same, so neither is preferred", key=self._key
             )
-        return Preference(id=id, prompt=before, chosen=chosen, rejected=rejected)
+        return Preference(id=id, prompt=before, chosen=chosen, rejected=rejected, images=images)
 
     def _with_answer(self, task: Task, where: str) -> list[dict[str, Any]]:
         messages = task.chat()
@@ -285,21 +320,32 @@ class _Tokens:
                 f"its chat does not end with the assistant",
                 key=f"{self._key}.format.response_key",
             )
-        return [*messages, self._answer(value, messages, "response_key", column, where)]
+        return [*messages, self._answer(task, value, messages, "response_key", column, where)]
+
+    def _chat_in(self, task: Task, value: Any) -> tuple[dict[str, Any], ...]:
+        return chat_in(self._settings.rows, task, value)
 
     def _answer(
-        self, value: Any, prompt: list[dict[str, Any]], name: str, column: str, where: str
+        self,
+        task: Task,
+        value: Any,
+        prompt: list[dict[str, Any]],
+        name: str,
+        column: str,
+        where: str,
     ) -> dict[str, Any]:
         """Return the answer in a column: a text, a message, or a chat (also as JSON text) with or
         without the prompt before the answer.
         """
         if isinstance(value, str) and value:
             with suppress(ValueError):
-                return self._answer(list(as_chat(value)), prompt, name, column, where)
+                chat = list(self._chat_in(task, value))
+                return self._answer(task, chat, prompt, name, column, where)
             return {"role": "assistant", "content": value}
         problem = "must be a text, or a chat that ends with the assistant"
         try:
-            *before, answer = as_chat([value] if isinstance(value, dict) else value)
+            chat = [value] if isinstance(value, dict) else value
+            *before, answer = self._chat_in(task, chat)
         except ValueError as e:
             answer = {}
             problem = f"{problem}: {e}" if isinstance(value, list) else problem
@@ -313,8 +359,8 @@ class _Tokens:
 
     def _turns(
         self, task: Task, messages: list[dict[str, Any]], where: str, *, every: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (tokens int32 [T], loss mask bool [T]) of a chat that ends with an answer.
+    ) -> tuple[np.ndarray, np.ndarray, tuple[ImagePlace, ...]]:
+        """Return (tokens int32 [T], loss mask bool [T], images) of a chat that ends with an answer.
 
         `every`: train every answer, else only the last.
         """
@@ -344,8 +390,13 @@ class _Tokens:
                 )
             pieces += [before[len(done) :], through[len(before) :]]
             done = through
+            if any(names_in([messages[i]])):
+                text = f"{where}, message {i}: an answer to imitate shows an image"
+                raise ConfigError(f"{text}, and models write texts", key=self._key)
             if wrong := _other(messages[i], pieces[-1]):
                 raise ConfigError(f"{where}, message {i}: {wrong}", key=self._key)
+        read = messages[: trained[-1]]
+        pieces = self._images.expand(task, read, pieces)
         tokens: list[int] = []
         mask: list[bool] = []
         for n, ids in enumerate(self._chat.encode_pieces(pieces)):
@@ -356,7 +407,8 @@ class _Tokens:
             mask += [True] * spoken + [False] * (len(ids) - spoken)
         if not any(mask):
             raise ConfigError(f"{where}: the answer has no tokens", key=self._key)
-        return np.asarray(tokens, np.int32), np.asarray(mask, np.bool_)
+        images = self._images.places(task, read, tokens)
+        return np.asarray(tokens, np.int32), np.asarray(mask, np.bool_), images
 
     def _spoken(self, ids: list[int]) -> int:
         """Return how many of an answer's tokens a model generates: up to its end token, before line

@@ -9,27 +9,35 @@ marker or part that stands for an image gets one, in order.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rft.images import data_url
 from rft.images.data_url import short
 from rft.images.decode import MAX_FILE_BYTES, check
-from rft.taskset.messages import ABSENT, lookup
+from rft.taskset.messages import ABSENT, as_chat, lookup
 from rft.taskset.settings import TasksetSettings
-from rft.types.images import Image
+from rft.types.images import Image, names_in
+from rft.types.task import Task
 
 MARKER = "<image>"
+_NONE: Mapping[str, Image] = {}
+_PART_KEYS = ("image", "image_url", "url", "path")
 
 
-def read(value: Any, folder: Path) -> list[Image]:
-    """Return the images of a column: one, a list, or none.  Raises ValueError with the reason."""
-    if value is None or value == "":
+def read(value: Any, folder: Path, by_sha256: Mapping[str, Image] = _NONE) -> list[Image]:
+    """Return the images of a column: one, a list, or none; a name means one in `by_sha256`.
+    Raises ValueError with the reason.
+    """
+    if value is ABSENT or value is None or value == "":
         return []
     values = value if isinstance(value, list | tuple) else [value]
     images = []
     for number, item in enumerate(values):
+        if isinstance(item, str) and item in by_sha256:
+            images.append(by_sha256[item])
+            continue
         try:
             image = Image.of(_bytes(item, folder))
             check(image.data)
@@ -55,9 +63,8 @@ def with_images(
     images, and these.  Raises ValueError with the reason.
     """
     fmt = settings.format
-    value = lookup(row, fmt.image_key)
     folder = folder_of(settings.path)
-    files = read(None if value is ABSENT else value, folder)
+    files = read(lookup(row, fmt.image_key), folder)
     chat = messages or ({"role": "user", "content": prompt},)
     chat, images = placed(chat, files, folder)
     if not images:
@@ -67,6 +74,19 @@ def with_images(
     if fmt.prompt_type == "messages" and fmt.messages_key in row:
         row = {**row, fmt.messages_key: list(chat)}
     return row, None, chat, images
+
+
+def chat_in(settings: TasksetSettings, task: Task, value: Any) -> tuple[dict[str, Any], ...]:
+    """Return the chat in another column of a task's row, with the names of its images.  Raises
+    ValueError with the reason.
+    """
+    chat = as_chat(value, parts=bool(task.images))
+    if not task.images or all(message["role"] == "assistant" for message in chat):
+        return chat
+    by_sha256 = {image.sha256: image for image in task.images}
+    folder = folder_of(settings.path)
+    files = read(lookup(task.row, settings.format.image_key), folder, by_sha256)
+    return placed(chat, files, folder, by_sha256)[0]
 
 
 def _bytes(value: Any, folder: Path) -> bytes:
@@ -103,14 +123,21 @@ def _file(value: str, folder: Path) -> bytes:
 
 
 def placed(
-    messages: Sequence[Mapping[str, Any]], images: Sequence[Image], folder: Path
+    messages: Sequence[Mapping[str, Any]],
+    images: Sequence[Image],
+    folder: Path,
+    by_sha256: Mapping[str, Image] = _NONE,
 ) -> tuple[tuple[dict[str, Any], ...], tuple[Image, ...]]:
     """Return messages whose content names its images, and these images, each once.
 
-    Parts with an image of their own keep it.  `images`, those of a column, go to the parts without
-    one and to the markers <image> in texts, in order; without either they stand before the text of
-    the last message of the user.  Raises ValueError unless there are as many as places for them.
+    Parts with an image of their own, or the sha256 of one in `by_sha256` or `images`, keep it.
+    The other `images`, those of a column, go to the parts without one and to the markers <image> in
+    texts, in order; without either they stand before the text of the last message of the user.
+    Raises ValueError unless there are as many as places for them.
     """
+    by_sha256 = {**by_sha256, **{image.sha256: image for image in images}}
+    named = {name for name in names_in(messages) if isinstance(name, str)}
+    images = [image for image in images if image.sha256 not in named]
     rest = iter(images)
     by_name: dict[str, Image] = {}
     count = 0
@@ -125,7 +152,10 @@ def placed(
         by_name[image.sha256] = image
         return image.part
 
-    done = [_message(m, image_part, bool(images), folder) for m in messages]
+    done = [
+        _message(m, image_part, bool(images), lambda value: read([value], folder, by_sha256)[0])
+        for m in messages
+    ]
     if images and not count:
         at = max((i for i, m in enumerate(done) if m.get("role") == "user"), default=len(done) - 1)
         count = len(images)
@@ -139,7 +169,7 @@ def placed(
 
 
 def _message(
-    message: Mapping[str, Any], image_part: Any, split: bool, folder: Path
+    message: Mapping[str, Any], image_part: Any, split: bool, open_image: Callable[[Any], Image]
 ) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, str) and split and MARKER in content:
@@ -150,24 +180,17 @@ def _message(
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in ("image", "image_url"):
-            parts.append(image_part(_image_of(part, folder)))
-        elif kind == "text" and isinstance(part.get("text"), str):
-            parts += _marked(part["text"], image_part) if split else [{"type": "text", **part}]
+            value = next((part[k] for k in _PART_KEYS if part.get(k)), None)
+            # without a value: the next one of the row's column
+            parts.append(image_part(None if value is None else open_image(value)))
+        elif kind == "text" and isinstance(text := part.get("text"), str):
+            parts += _marked(text, image_part) if split else [{"type": "text", "text": text}]
         else:
             raise ValueError(
                 f"a part of type {kind!r}; a message's content is text and images, sound and "
                 f"videos are not offered"
             )
     return {**message, "content": parts}
-
-
-def _image_of(part: Mapping[str, Any], folder: Path) -> Image | None:
-    """Return the image that a part holds; None: it is the next of the row's column."""
-    value = next((part[k] for k in ("image", "image_url", "url", "path") if part.get(k)), None)
-    if value is None:
-        return None
-    (image,) = read([value], folder)
-    return image
 
 
 def _marked(text: str, image_part: Any) -> Iterator[dict[str, str]]:

@@ -114,8 +114,9 @@ class OfflineDataSettings:
     kind: Literal["chats", "texts", "pairs", "labels"]
     model_path: str  # folder with tokenizer.json
     max_tokens: int  # of one row; for a pair, of its longer side
-    # the model's folder, which defines end tokens; None = model_path
+    # the model's folder, with end tokens and image processor; None = model_path
     weights_path: str | None = None
+    image_processor_args: dict[str, Any] = field(default_factory=dict)
     chat_template: str | None = None  # None = the tokenizer's own
     chat_template_args: dict[str, Any] = field(default_factory=dict)
     every_turn: bool = False  # chats: train all answers, not only the last

@@ -202,6 +202,9 @@ class LearnerSettings:
     # a step reports the log-probs of its tokens before the update, and the buffer stores them
     keep_trainer_logprobs: bool = False
     row_layout: AskedLayout = "auto"  # a learner holds the proven layout, never "auto"
+    image_layout: AskedLayout = (
+        "padded"  # of a micro-batch with images; a learner holds the proven one
+    )
     # deal rows to ranks by tokens; False: in equal numbers, in their order
     balance_batch: bool = True
     logprob_chunk_tokens: int = 1024  # tokens per tile of logits

@@ -148,6 +148,7 @@ class Demonstration(Struct, frozen=True, kw_only=True):
     tokens: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # bool [T]
     messages: tuple[dict[str, Any], ...] = ()
+    images: tuple[ImagePlace, ...] = ()  # in their order among the tokens
 
     def __post_init__(self) -> None:
         _check_array("tokens", self.tokens, INT32, len(self.tokens))
@@ -167,6 +168,7 @@ class Preference(Struct, frozen=True, kw_only=True):
     prompt: np.ndarray  # int32 [P]
     chosen: np.ndarray  # int32
     rejected: np.ndarray  # int32
+    images: tuple[ImagePlace, ...] = ()  # of the prompt
 
     def __post_init__(self) -> None:
         for name in ("prompt", "chosen", "rejected"):

@@ -56,6 +56,18 @@ def test_smoke(lab_nursery: Nursery, name: str, storage: str) -> None:
     play(named(list(matrix(storage)), name), lab_nursery, 100, storage=storage)
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+def test_images_are_neither_lost_nor_stored_twice(lab_nursery: Nursery, storage: str) -> None:
+    for name in (
+        "kill -9 explorer at append.sent",
+        "kill -9 buffer at storage.put",
+        "kill -9 buffer at buffer.append.stored",
+        "kill -9 of all processes at once",
+    ):
+        case = named(list(matrix(storage)), name)
+        play(case, lab_nursery, 100, storage=storage, images=True, explorers=2)
+
+
 def test_two_explorers(lab_nursery: Nursery) -> None:
     play(
         named(list(matrix("sql")), "kill -9 explorer at append.sent"),

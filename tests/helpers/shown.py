@@ -156,6 +156,13 @@ def gradient(
     return values, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of a tensor, relative to the gradient's norm."""
+    assert a.keys() == b.keys(), set(a) ^ set(b)
+    norm = float(torch.stack([t.norm() for t in b.values()]).norm())
+    return max(float((a[n] - b[n]).norm()) for n in a) / norm
+
+
 def of_tower(name: str) -> bool:
     """Return whether a parameter is the vision tower's or its projection's."""
     return name.split(".")[1].startswith(("visual", "vision", "multi_modal_projector"))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from rft.launch.execute import execute
 from rft.monitor.read import read, series
 from rft.preflight.check import check
 from rft.taskset.offline_data import open_offline_data, sides
-from rft.testing import tiny
+from rft.testing import tiny, tiny_vision
 
 INPUT = "buffer.trainer_input.experience_buffer"
 
@@ -216,6 +217,33 @@ def test_kto_tells_good_answers_from_bad_ones(config: Callable[..., Path], tmp_p
     accuracy = metric(run, "eval/given_eval/accuracy_mean")
     assert accuracy[0] == 0 and accuracy[40] >= 0.6, accuracy
     assert metric(run, "eval/given_eval/reward_margin")[40] > 0.3
+
+
+def test_answers_about_pictures_are_learnt(config: Callable[..., Path], tmp_path: Path) -> None:
+    file = config(
+        "sft",
+        "rft.testing.tiny_vision:colour_tasks",
+        model=tiny_vision.make(tmp_path / "model"),
+        source={"eval_split": "eval", "format": {"image_key": "images"}},
+        trainer={"total_steps": 20, "eval_interval": 10, "save_interval": 10},
+    )
+    more = ["algorithm.optimizer.lr=6e-3", "buffer.train_batch_size=16"]
+    report = check(file, more)
+    assert report.ok, report.errors
+    for row in report.tasksets[0].rows:
+        assert re.fullmatch(r"\d+ x \d+ pixels, \d+ tokens", row.images[0])
+        assert row.prompt.count("<|image_pad|>") == 1 and row.prompt.endswith("<|im_end|>»")
+    run = execute(file, more, in_process=True).run_dir
+    loss = metric(run, "eval/given_eval/loss")
+    # half of the tokens are end tokens; four colours without the picture: ln(4) / 2
+    assert list(loss) == [0, 10, 20] and loss[20] < 0.5 * math.log(4) < loss[0], loss
+    last = (run / "checkpoints" / "global_step_20", run.parent / "again")
+    shutil.move(*last)
+    again = execute(file, more, in_process=True)
+    assert again.resumed_from is not None and again.resumed_from.step == 10
+    folders = (exported(run, 20), last[1] / "huggingface")
+    then, now = (load_file(f / "model.safetensors") for f in folders)
+    assert all(np.array_equal(then[name], now[name]) for name in then)
 
 
 LABELS = {"prompt": "ab1", "response": "1"}

@@ -47,6 +47,11 @@ class FormatConfig(Section):
         FormatSettings.messages_key, "Column of the chat, a list of {role, content}."
     )
     tools_key: str = key(FormatSettings.tools_key, "Column of the tools, a list or JSON text.")
+    image_key: str = key(
+        FormatSettings.image_key,
+        "Column of the images: files, paths, data URLs, or a list of them, for models that read images "
+        "(tasks: on engine_type vllm or transformers); empty: none.",
+    )
     system_prompt_key: str | None = key(None, "Column of the system prompt.")
     system_prompt: str | None = key(None, "System prompt of all rows.")
     chat_template: str | None = key(
@@ -71,11 +76,6 @@ class TaskFormatConfig(FormatConfig):
         "verl: the other keys take the values of veRL's data where they are not written: the chat "
         "in `prompt`, the gold answer in "
         "`reward_model.ground_truth`, the reward chosen by `data_source` unless one is named.",
-    )
-    image_key: str = key(
-        FormatSettings.image_key,
-        "Column of the images: files, paths, data URLs, or a list of them, for models that read images "
-        "on engine_type vllm or transformers; empty: none.",
     )
     workflow_key: str = key("", "Column that names the row's workflow; empty: none.")
     reward_fn_key: str = key(

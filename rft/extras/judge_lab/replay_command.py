@@ -156,8 +156,10 @@ def _stored(run: Path, plan: Plan, where: str, step: int | None, limit: int) -> 
         for name in sorted({r[2] for r in rows}):
             tell_changed(questions, opened[name])
         payload = dict(payloads(questions, [r[0] for r in rows]))
+        names = {place.sha256 for row in payload.values() for place in row.images}
+        images = {name: questions.image(name) for name in sorted(names)}
     return [
-        StoredAnswer(task_of(opened[name], index, "--config"), group, payload[id], old)
+        StoredAnswer(task_of(opened[name], index, "--config"), group, payload[id], old, images)
         for id, group, name, index, old in rows
     ]
 

@@ -18,7 +18,8 @@ from rft.explorer.stored import scored_or_not
 from rft.reward.base import Reward, hook
 from rft.types.completion import Completion, Score, Transcript, Turn, VersionSpan
 from rft.types.experience import Experience
-from rft.types.ports import ChatModel
+from rft.types.images import Image, names_in
+from rft.types.ports import NO_IMAGES, ChatModel
 from rft.types.task import Task, plain_text
 from rft.worker import job_pool
 
@@ -33,6 +34,7 @@ class StoredAnswer:
     group: str
     experience: Experience
     reward: float | None
+    images: Mapping[str, bytes] = field(default_factory=dict)  # files that it shows, by name
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ async def rescore(
         nonlocal done
         async with room:
             transcripts = [
-                joined([transcript_of(s.experience, s.task) for s in run]) for run in runs
+                joined([transcript_of(s.experience, s.task, s.images) for s in run]) for run in runs
             ]
             found = await scored_or_not(reward, runs[0][0].task, transcripts, timeout_s)
         done += sum(map(len, runs))
@@ -111,10 +113,11 @@ def _rescored(s: StoredAnswer, result: Score | Exception) -> Rescored:
     )
 
 
-def transcript_of(x: Experience, task: Task) -> Transcript:
+def transcript_of(x: Experience, task: Task, images: Mapping[str, bytes] = NO_IMAGES) -> Transcript:
     """A stored run as its reward saw it: a turn for each answer of the model, with its tokens where
-    they can be told apart.
+    they can be told apart; `images`: files that it shows, by name.
     """
+    images = {**{image.sha256: image.data for image in task.images}, **images}
     messages = list(x.messages) or [*task.chat(), {"role": "assistant", "content": x.response_text}]
     answered = [i for i, m in enumerate(messages) if m.get("role") == "assistant"] or [
         len(messages) - 1
@@ -142,8 +145,15 @@ def transcript_of(x: Experience, task: Task) -> Transcript:
         )
         # that of a row is its last call's and its run's
         info = dict(x.info) if i == answered[-1] else {}
+        names = dict.fromkeys(names_in(messages[:i]))
         turns.append(
-            Turn(messages=tuple(messages[:i]), tools=x.tools, completion=completion, info=info)
+            Turn(
+                messages=tuple(messages[:i]),
+                tools=x.tools,
+                completion=completion,
+                info=info,
+                images=tuple(Image(name, images[name]) for name in names),
+            )
         )
     return Transcript(turns=tuple(turns), metrics=dict(x.metrics), info=dict(x.info))
 

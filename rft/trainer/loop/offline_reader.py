@@ -58,7 +58,8 @@ class OfflineReader(GivenRows):
         stats = tuple(
             GroupStats(group=str(m[0].group), rewards=(), mean=0.0, std=0.0) for m in groups
         )
-        return Lease(step=step, frame=encode([x for m in groups for x in m]), groups=stats)
+        frame = encode([x for m in groups for x in m])
+        return Lease(step=step, frame=frame, images=self._data.images(records), groups=stats)
 
     def consumed(self, step: int) -> Consumption:
         return Consumption(
@@ -91,6 +92,7 @@ def _experiences(
                     mask,
                     taskset=settings.rows.name,
                     task_index=record.id.task,
+                    images=record.images,
                     info=label[run],
                 )
                 for run, (tokens, mask) in enumerate(sequences)
@@ -125,7 +127,8 @@ class HeldOut:
         settings = self._data.settings
         groups = _experiences(self._data.records, GroupId(1, 0, 0, 0), settings)
         found = [x for group in groups for x in group]
-        rows = [batch_builder.train_row(x, pairs=needs.pairs) for x in found]
+        files = self._data.images(self._data.records)
+        rows = [batch_builder.train_row(x, pairs=needs.pairs, files=files) for x in found]
         what: set[Computed] = {"old", *needs.before}
         what |= {"ref"} if needs.reference else set()
         what |= {"entropy"} if needs.entropy else set()

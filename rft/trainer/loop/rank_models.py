@@ -98,6 +98,9 @@ class RankModels:
                     replace(self.critic.settings, row_layout=critic_layout),
                 )
             self.settings = replace(self.settings, row_layout=layout, critic=critic)
+            if ImageReader.reads(self.settings):
+                images = row_proof.prove_images(self.policy, self.settings, self._images())
+                self.settings = replace(self.settings, image_layout=images)
 
     def check_rows(self, rows: Sequence[TrainRow]) -> str:
         """Compare the policy's results for `rows` with transformers; see `row_proof.check_rows`."""
@@ -256,7 +259,7 @@ class RankModels:
         """Return the rows as a micro-batch for `critic`, or for the policy if it is None."""
         settings = self.settings if critic is None else critic.settings
         shown = any(row.images for row in rows)
-        layout = "padded" if shown else settings.row_layout
+        layout = settings.image_layout if shown else settings.row_layout
         counted = critic is None and self._balance is not None
         micro = batches.make(
             rows or [_IDLE],

@@ -92,11 +92,14 @@ class Ranks:
                 "is needed with use_dynamic_bsz: false", key=f"{section}.micro_batch_size_per_gpu"
             )
         rows = None if model.use_dynamic_bsz else model.micro_batch_size
-        return self._budget(model.max_token_len_per_gpu, rows, model.row_layout)
+        images = model.image_layout if isinstance(model, LearnerSettings) else "padded"
+        return self._budget(model.max_token_len_per_gpu, rows, model.row_layout, images)
 
-    def _budget(self, tokens: int, rows: int | None, layout: AskedLayout) -> Budget:
+    def _budget(
+        self, tokens: int, rows: int | None, layout: AskedLayout, images: AskedLayout = "padded"
+    ) -> Budget:
         s = self.settings
-        return Budget(tokens * s.sequence_parallel, layout, rows, s.balance_batch)
+        return Budget(tokens * s.sequence_parallel, layout, rows, images, s.balance_batch)
 
     def forward_budget(self, what: Computed) -> Budget:
         """Return the budget of a forward pass that computes `what`."""
@@ -108,7 +111,8 @@ class Ranks:
         limits = (s.ref or s.log_prob) if what == "ref" else s.log_prob
         if limits is None:
             return self.budget
-        return self._budget(limits.max_token_len_per_gpu, limits.micro_batch_size, s.row_layout)
+        rows = limits.micro_batch_size
+        return self._budget(limits.max_token_len_per_gpu, rows, s.row_layout, s.image_layout)
 
     @property
     def before(self) -> frozenset[Computed]:

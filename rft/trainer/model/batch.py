@@ -28,11 +28,11 @@ TOKEN_VALUES = ("old", "ref", "values", "returns", "weights", "run_tokens", "gro
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """Images of padded rows [S, W], each once, with N features in all their places."""
+    """Images of a micro-batch, each once, with N features in all their places."""
 
     arrays: Mapping[str, torch.Tensor]  # by the names of the model's forward
-    types: torch.Tensor  # int64 [S, W]: 1 at the places of features
-    places: torch.Tensor  # int64 [N], flat positions of the features
+    types: torch.Tensor  # int64, of the shape of `input_ids`: 1 at the places of features
+    places: torch.Tensor  # int64 [N], flat positions of the features, in order
     order: torch.Tensor  # int64 [N], the feature of each place, counted over all images
 
 
@@ -44,9 +44,10 @@ class MicroBatch:
     """
 
     input_ids: torch.Tensor  # int64 [1, T] or [S, W]
-    position_ids: torch.Tensor  # same shape; [3, S, W] for images of a model with 3-d positions
+    position_ids: torch.Tensor  # same shape; [3, ...] for images of a model with 3-d positions
     attention_mask: torch.Tensor | None  # bool [S, W]
     tree: Any  # Layout, or the Spread of rft.trainer.model.ulysses; None: padded rows
+    paths: Sequence[np.ndarray]  # flat input position of each token that a row reads, by row
     places: np.ndarray  # int64 [N], flat input position that predicts each trained token
     predict: torch.Tensor  # the same on the device
     targets: torch.Tensor  # int64 [N]
@@ -101,6 +102,7 @@ def make(
         position_ids=positions.position_ids,
         attention_mask=positions.attention_mask,
         tree=positions.tree,
+        paths=positions.places,
         places=predict,
         predict=tensor(predict, np.int64),
         targets=tensor(np.concatenate([r.tokens for r in rows])[mask], np.int64),

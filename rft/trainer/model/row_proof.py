@@ -37,7 +37,7 @@ from rft.trainer.model import attention, batch, layer_copy, loading, sharding
 from rft.trainer.model import policy as policies
 from rft.trainer.model.image_rows import ImageReader
 from rft.trainer.model.policy import Policy
-from rft.trainer.rows.pack import TrainRow
+from rft.trainer.rows.pack import RowImage, TrainRow
 from rft.trainer.settings import LearnerSettings
 from rft.types.row_layout import KEY, AskedLayout, choose
 
@@ -228,13 +228,37 @@ def check_rows(
     else:
         proof = measure_images(model, settings, chosen, reader)
     if not proof.apart <= proof.limit:
-        layout = settings.row_layout if reader is None else "padded"
+        layout = settings.row_layout if reader is None else settings.image_layout
         raise RunFailed(
             f"the first batch, as {layout} rows of {type(model.lm).__name__}, is not what "
             f"transformers computes: {proof}.  "
             f"Write {KEY}: padded; if that is written, the trainer cannot train this model"
         )
     return f"first batch: {len(chosen)} of its rows are what transformers computes: {proof}"
+
+
+def prove_images(model: Policy, settings: LearnerSettings, reader: ImageReader) -> AskedLayout:
+    """Return the layout of micro-batches with images: that of texts where it is exact, else padded.
+
+    Collective.
+    """
+    layout = settings.row_layout
+    if layout == "padded":
+        return layout
+    verdict: Proof | str = "tokens of an image see each other"
+    if not reader.needs_padding:
+        try:
+            tried = replace(settings, image_layout=layout)
+            verdict = measure_images(model, tried, _shown_rows(model, reader), reader)
+        except Exception as e:  # as in `_tried`
+            if is_out_of_memory(e):
+                raise
+            verdict = _describe(e)
+    if isinstance(verdict, Proof) and verdict.exact:
+        log.info("%s: %s rows with images are exact: %s", settings.model_path, layout, verdict)
+        return layout
+    log.warning("%s: rows with images are padded: %s", settings.model_path, verdict)
+    return "padded"
 
 
 @torch.no_grad()
@@ -262,9 +286,10 @@ def measure(model: Policy, settings: LearnerSettings, rows: list[TrainRow] | Non
 def measure_images(
     model: Policy, settings: LearnerSettings, rows: list[TrainRow], reader: ImageReader
 ) -> Proof:
-    """Compare `rows` that show images, padded, with separate rows.  Collective."""
-    micro_batch = batch.make(rows, layout="padded", device=torch.device(settings.device))
-    policies.lay_out(model, settings, "padded")
+    """Compare `rows` that show images, in `image_layout`, with separate rows.  Collective."""
+    layout = settings.image_layout
+    micro_batch = batch.make(rows, layout=layout, device=torch.device(settings.device))
+    policies.lay_out(model, settings, layout)
     values = model.numbers(reader.placed(rows, micro_batch))[None]
     policies.lay_out(model, settings, settings.row_layout)
     inputs = [reader.reference_inputs(row, settings.device) for row in rows]
@@ -448,6 +473,32 @@ def _narrowed(model: Policy) -> Iterator[None]:
     finally:
         for at, name, width in wide:
             at[name] = width
+
+
+def _shown_rows(model: Policy, reader: ImageReader) -> list[TrainRow]:
+    """Return `_rows`, the first two behind one image, the third behind another and that one."""
+    pictures = [reader.example(seed) for seed in range(2)]
+    shown = [(0,), (0,), (1, 0), ()]
+    rows = []
+    for row, numbers in zip(_rows(model), shown, strict=True):
+        texts = row.tokens % reader.token  # no other special token, which are behind it
+        images = []
+        tokens = texts[:1]
+        for place, data in (pictures[n] for n in numbers):
+            start = len(tokens)
+            images.append(RowImage(msgspec.structs.replace(place, start=start), data))
+            span = np.full(place.length, reader.token)
+            tokens = np.concatenate([tokens, span, texts[:1]]).astype(np.int32)
+        added = len(tokens) - 1
+        tokens = np.concatenate([tokens, texts[1:]]).astype(np.int32)
+        mask = np.concatenate([np.zeros(added, np.bool_), row.loss_mask])
+        zeros = np.zeros(len(tokens), np.float32)
+        rows.append(
+            msgspec.structs.replace(
+                row, tokens=tokens, loss_mask=mask, logprobs=zeros, images=tuple(images)
+            )
+        )
+    return rows
 
 
 def _rows(model: Policy) -> list[TrainRow]:

@@ -70,10 +70,18 @@ class TrainRow(Struct, frozen=True, kw_only=True):
 
     @property
     def marked(self) -> np.ndarray:
-        """Return `inputs` combined with the experts (MoE routing) of each position: two rows share
-        positions only where both are equal.
+        """Return `inputs` combined with the experts (MoE routing) of each position and the image at
+        it: two rows share positions only where all are equal.
         """
-        return self.inputs if self.experts is None else experts.marked(self.inputs, self.experts)
+        inputs = self.inputs
+        if self.experts is not None:
+            inputs = experts.marked(inputs, self.experts)
+        if shown := self.shown:
+            inputs = inputs.astype(np.int64)  # a copy
+        for image in shown:
+            place = image.place
+            inputs[place.start : place.start + place.length] ^= int(place.sha256[:7], 16) << 32
+        return inputs
 
     @property
     def inputs(self) -> np.ndarray:
@@ -116,6 +124,7 @@ class Budget:
     tokens: int
     layout: AskedLayout = "auto"  # "auto" is taken for "shared"
     rows: int | None = None  # fixed micro-batches
+    images: AskedLayout = "padded"  # of a step with images
     # give sets of rows to ranks by cost; False: in their order, about equally many rows to each
     balance: bool = True
 
@@ -154,10 +163,9 @@ def plan(rows: Sequence[TrainRow], world_size: int, budget: Budget) -> list[list
     rank with the fewest tokens (unless `Budget.balance` is off); within a rank the sets are packed
     into the budget, first-fit decreasing.  A row or pair that exceeds the budget gets its own
     micro-batch.  Micro-batches of a fixed number of rows keep the order of the rows, see `spread`.
-    A step with images is cut like padded rows.
     """
     if any(row.images for row in rows):
-        budget = replace(budget, layout="padded")
+        budget = replace(budget, layout=budget.images)
     if budget.rows is not None:
         pairs = _pairs(rows) if any(row.pair for row in rows) else []
         return spread(len(rows), world_size, budget.rows, 2 if pairs else 1)

@@ -169,9 +169,10 @@ def _files() -> set[str]:
 
 
 def _containers(engine: Sequence[str]) -> set[str]:
-    """Return the names of containers and images, also of what the engine has half made."""
+    """Return the names of containers and snapshots, also of what the engine has half made."""
     names = []
-    for words in (["ps", "--all", "--external", "--format", "{{.Names}}"], ["images", "--quiet"]):
-        done = subprocess.run([*engine, *words], capture_output=True, check=True, text=True)
-        names += done.stdout.split()
-    return set(names)
+    for words in (["ps", "--all", "--external"], ["images"]):
+        column = "{{.Repository}}" if words == ["images"] else "{{.Names}}"
+        line = [*engine, *words, "--format", column]
+        names += subprocess.run(line, capture_output=True, check=True, text=True).stdout.split()
+    return {name for name in names if name != "localhost/rft-task"}  # kept for other runs

@@ -20,7 +20,7 @@ import pytest
 from rft.extras.sandbox.container import COMMAND
 
 FROM = "docker.io/library/python:3.12-slim"  # what the shipped tasks begin with
-NAME = "rft-test-python:3"
+NAME = "rft-test-python:4"
 PODMAN = (
     # what works inside containers and old kernels too
     "podman --storage-driver=vfs --cgroup-manager=cgroupfs --runtime runc"
@@ -30,7 +30,7 @@ REQUIRED = "RFT_REQUIRE_CONTAINERS"  # in the environment where containers must 
 _PROGRAMS = """
 bash sh cat ls cp mv rm mkdir rmdir ln chmod chown touch head tail cut sort uniq wc tr tee env id sleep date dirname basename
 readlink realpath stat seq printf echo test true false kill expr mktemp nl paste join comm split od sha256sum md5sum base64
-install du df find xargs grep egrep fgrep sed awk gawk mawk diff cmp tar gzip gunzip zcat make
+install du df find xargs grep egrep fgrep sed awk gawk mawk diff cmp tar gzip gunzip zcat make yes
 """.split()
 _ETC = {
     "passwd": "root:x:0:0::/root:/bin/sh\nnobody:x:65534:65534::/:/bin/sh\n",

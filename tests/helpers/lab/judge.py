@@ -5,7 +5,8 @@ Rules: (1) what was acknowledged is stored, once, as it was; (2) no checkpoint w
 twice, and its uses are those that its trainer was told; (3) acked = used + leased + available +
 explained, and every payload can be read; (4) a finished run used every row of the trained batches
 exactly once and has the weights of a run without faults; (5) each used row has the trainer's
-log-probs of one of its uses.
+log-probs of one of its uses; (6) the images on the disk are those that the ledger names, which are
+those that its groups show.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from rft.buffer.audit import audit_run
 from rft.buffer.base import Audit
 from rft.buffer.derived_state import chain, counted_uses
 from rft.buffer.location import connect, find
-from rft.buffer.schema import experiences, groups, token_logprobs, uses
+from rft.buffer.schema import (
+    experiences,
+    groups,
+    image_uses,
+    images,
+    payloads,
+    token_logprobs,
+    uses,
+)
 from rft.trainer.checkpoint import manifest as manifests
 from rft.types.ids import ExperienceId, Version
 from rft.types.token_logprobs import of_trainer
@@ -65,6 +74,8 @@ def judge(plan: Plan, *, finished: bool = True, may_lose: bool = False) -> Verdi
                 _trained(tx, plan, verdict, found.version)
             _uses(tx, plan, verdict, may_lose)
             _kept(tx, verdict)
+            if plan.images:
+                _images(tx, plan, verdict)
     finally:
         engine.dispose()
     newest = manifests.latest(plan.checkpoints)
@@ -148,6 +159,28 @@ def _kept(tx: Connection, verdict: Verdict) -> None:
             verdict.problems.append(
                 f"{name} was used in step {row.step} and has the log-probs {numbers}"
             )
+
+
+def _images(tx: Connection, plan: Plan, verdict: Verdict) -> None:
+    """A file or segment may hold a copy that a killed append left, and a database none."""
+    found = tx.execute(select(groups.c.id, groups.c.batch, groups.c.task)).all()
+    shown = {g.id: plan.image(g.batch, g.task).sha256 for g in found}
+    named = set(tx.scalars(select(images.c.sha256)))
+    uses_noted = dict(tx.execute(select(image_uses.c.group_id, image_uses.c.sha256)).all())
+    if named != set(shown.values()) or uses_noted != shown:
+        verdict.problems.append(f"{len(found)} groups show {set(shown.values()) ^ named} otherwise")
+    in_database = plan.storage == "sql"
+    if in_database:
+        blocks = [bytes(block) for block in tx.scalars(select(payloads.c.block))]
+    else:
+        suffixes = (".blk", ".seg")
+        files = [p for p in (plan.run / "buffer").rglob("*") if p.suffix in suffixes]
+        blocks = [file.read_bytes() for file in files]
+    tasks = [(batch, task) for batch in range(plan.steps) for task, _ in plan.tasks(batch)]
+    for name, data in plan.files(tasks).items():
+        count = sum(block.count(data) for block in blocks)
+        if bool(count) != (name in named) or (in_database and count > 1):
+            verdict.problems.append(f"image {name} is on the disk {count} times")
 
 
 def _content(experience: str) -> tuple[int, int, int, int]:

@@ -9,6 +9,7 @@ row of the trained batches exactly once, and must carry the weights of a run wit
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from rft.testing.storage_contract import group
 from rft.types import token_logprobs
 from rft.types.experience import Experience, failed
 from rft.types.ids import GroupId, Version
+from rft.types.images import Image, ImagePlace
 
 REJECTED = 100  # number of the rejected task of a batch
 
@@ -49,6 +51,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     on_damaged_payload: Literal["stop", "explain"] = "stop"
     full_disk_wait_s: float = 0.0
     patience: int = 0  # how often a client repeats a call that the buffer could not carry out
+    images: bool = False  # rows show an image
 
     @property
     def run(self) -> Path:
@@ -119,6 +122,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Whether this run of the workflow ends in a failed row."""
         return self.runs > 2 and run == self.runs - 1 and (batch + task) % 4 == 3
 
+    def image(self, batch: int, task: int) -> Image:
+        """The image of a task; a batch's last task and its rejected one show that of the first."""
+        number = 0 if task == REJECTED else task % max(1, self.groups - 1)
+        return Image.of(f"image {batch} {number} ".encode() * 100)
+
+    def files(self, groups: Iterable[tuple[int, int]]) -> dict[str, bytes]:
+        """The files that groups (batch, task) show, by name."""
+        return {x.sha256: x.data for x in (self.image(*g) for g in groups if self.images)}
+
     def rows(
         self, lineage: int, explorer: int, batch: int, task: int, version: Version
     ) -> list[Experience]:
@@ -132,6 +144,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             tokens=self.tokens,
         )
         name = GroupId(lineage, explorer, batch, task)
+        if self.images:
+            places = (ImagePlace(self.image(batch, task).sha256, 1, 2, (1, 2, 2), "h"),)
+            made = [msgspec.structs.replace(x, images=places) for x in made]
         return [
             failed(name.run(i), taskset="toy", task_index=task, workflow="toy", reason="timeout")
             if self.fails(batch, task, i)

@@ -220,7 +220,13 @@ async def _offer(
     fault("lab.explorer.append.before")
     reason = "" if task[1] else "filtered"
     answer = await client.call(
-        "append", line, encode(rows), accepted=task[1], reason=reason, explorer=number
+        "append",
+        line,
+        encode(rows),
+        accepted=task[1],
+        reason=reason,
+        explorer=number,
+        images=plan.files([(batch, task[0])]),
     )
     events.say("acked", group=str(rows[0].group), rows=[str(x.id) for x in rows], **answer)
     fault("lab.explorer.append.after")
@@ -294,6 +300,8 @@ async def _lease(plan: Plan, client: Client, line: int, step: int) -> Lease:
     )
     given = [(x.id.explorer, x.id.batch, x.id.task, x.id.run) for x in decode(lease.frame)]
     assert given == expected, f"step {step} was given {given}, expected {expected}"
+    files = plan.files((step - 1, task) for task in range(plan.groups))
+    assert lease.images == files, f"step {step} was given the images {sorted(lease.images)}"
     return lease
 
 

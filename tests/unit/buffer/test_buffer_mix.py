@@ -20,6 +20,7 @@ from rft.testing.storage_contract import fill, group
 from rft.types.block import decode, encode
 from rft.types.experience import Demonstration, Experience
 from rft.types.ids import ExperienceId, Version
+from rft.types.images import Image, ImagePlace
 from rft.types.ports import Consumption
 
 
@@ -54,6 +55,26 @@ async def step(
     mine = [x for x in found if not x.is_expert]
     assert {str(x.group) for x in mine} == {g.group for g in lease.groups}
     return mine, [int(x.tokens[2]) - 100 for x in found if x.is_expert]
+
+
+async def test_the_files_of_its_images_come_with_a_lease(tmp_path: Path) -> None:
+    files = [f"image {i}".encode() for i in range(5)]
+    rows = [
+        msgspec.structs.replace(x, images=(ImagePlace(Image.of(file).sha256, 0, 1),))
+        for x, file in zip(shown(5), files, strict=True)
+    ]
+    mix = Mix(
+        MixSettings(name="sft_dataset", rows=3),
+        rows,
+        lambda indices: {Image.of(files[i]).sha256: files[i] for i in indices},
+    )
+    buffer = await opened(tmp_path, mix)
+    await buffer.start_lineage(None, None)
+    await fill(buffer, 1, 0, groups=1, version=Version(1, 0))
+    lease = await buffer.reader(1).lease(1, groups=None, rows=4, deadline_s=5, max_staleness=None)
+    assert sorted(lease.images.values()) == files[:3]
+    assert [len(x.images) for x in decode(lease.frame)] == [0] * 4 + [1] * 3
+    await buffer.close()
 
 
 async def test_every_batch_has_its_rows_and_a_resume_takes_the_same(tmp_path: Path) -> None:

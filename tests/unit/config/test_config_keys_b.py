@@ -722,7 +722,6 @@ def test_a_half_takes_only_its_own_gpus() -> None:
         ("explorer.rollout_model.enable_expert_parallel=true", "expert parallel is not offered"),
         ("explorer.rollout_model.enable_multimodal=true", "multimodal inputs are not offered"),
         (f"{BUFFER}.format.video_key=video", "multimodal inputs are not offered"),
-        (f"{BUFFER}.format.image_key=image", "images are offered in tasks alone"),
     ],
 )
 def test_refused_by_name(override: str, text: str) -> None:

@@ -49,7 +49,7 @@ def test_images_stand_at_their_tokens_in_order(folder):
     files = [RED, tiny_vision.picture((0, 0, 200), size=(16, 16))]
     text, tokenizer = rendered(folder, files)
     done = [processor.process(x) for x in files]
-    tokens = tokenizer(processor.expand(text, done), add_special_tokens=False)["input_ids"]
+    tokens = tokenizer(processor.expand([text], done)[0], add_special_tokens=False)["input_ids"]
     places = processor.places(tokens, ["a", "b"], done)
     assert [p.sha256 for p in places] == ["a", "b"]
     assert [p.length for p in places] == [x.num_tokens for x in done]
@@ -62,7 +62,7 @@ def test_a_prompt_has_one_placeholder_for_each_image(folder):
     processor = ImageProcessor.of_model(folder)
     text, _ = rendered(folder, [RED, RED])
     with pytest.raises(ValueError, match=r"has 2 placeholders .* and 1 images"):
-        processor.expand(text, [processor.process(RED)])
+        processor.expand([text], [processor.process(RED)])
     with pytest.raises(ValueError, match="has 1 placeholder tokens of images, and its 0 images"):
         processor.places([5, processor.image_token_id], [], [])
 

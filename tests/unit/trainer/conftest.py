@@ -91,7 +91,8 @@ def rows() -> list[TrainRow]:
 
 def batch(rows: list[TrainRow], settings: LearnerSettings, *, step: int = 1) -> RankBatch:
     """All rows for one rank."""
-    budget = Budget(settings.max_token_len_per_gpu, settings.row_layout)
+    layouts = {"layout": settings.row_layout, "images": settings.image_layout}
+    budget = Budget(settings.max_token_len_per_gpu, **layouts)
     (cut,) = plan(rows, 1, budget)
     return RankBatch(
         step=step,

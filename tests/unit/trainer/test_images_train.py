@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from PIL import Image as Picture
 from safetensors.torch import load_file
 
 from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import ConfigError, RunFailed
+from rft.images.processor import ImageProcessor
 from rft.testing import tiny_vision
 from rft.trainer.checkpoint import hf_folder
 from rft.trainer.loop.learner import Learner
-from rft.trainer.rows.pack import Budget, RankBatch, TrainRow, plan
+from rft.trainer.model.image_rows import ImageReader
+from rft.trainer.rows.pack import Budget, RankBatch, RowImage, TrainRow, plan
 from rft.trainer.settings import LearnerSettings, LoraSettings
+from rft.types.images import Image
+from rft.types.row_layout import AskedLayout
 from tests.helpers import shown
 
 Settings = Callable[..., LearnerSettings]
@@ -31,13 +38,6 @@ DPO = AlgorithmSettings(algorithm_type="dpo", advantage_fn="none", policy_loss_f
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shown.make(tmp_path_factory.mktemp("vision") / "model", "qwen2_5_vl")
-
-
-def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Return the largest difference of a tensor, relative to the gradient's norm."""
-    assert a.keys() == b.keys(), set(a) ^ set(b)
-    norm = float(torch.stack([t.norm() for t in b.values()]).norm())
-    return max(float((a[n] - b[n]).norm()) for n in a) / norm
 
 
 def cut(rows: list[TrainRow], tokens: int) -> list[list[TrainRow]]:
@@ -62,11 +62,23 @@ def test_log_probs_and_gradient_are_those_of_transformers(
         msgspec.structs.replace(row, logprobs=shown.spread(row, lp))
         for row, lp in zip(rows, values, strict=True)
     ]
-    for train_vision in (False, True):
+    for train_vision, layout in (
+        (True, "shared"),
+        (False, "shared"),
+        (False, "packed"),
+        (False, "padded"),
+    ):
         expected = {n: g for n, g in gradient.items() if train_vision or not shown.of_tower(n)}
-        own = settings(model_path=str(folder), algorithm=ON_POLICY, train_vision=train_vision)
+        own = settings(
+            model_path=str(folder),
+            algorithm=ON_POLICY,
+            train_vision=train_vision,
+            row_layout=layout,
+        )
         learner = Learner(own)
-        for tokens in (16384, 90):  # all rows together; rows of text alone are shared
+        own = learner.settings
+        assert own.image_layout == ("padded" if family == "gemma3" else layout)
+        for tokens in (16384, 90):
             batch = make_batch(rows, replace(own, max_token_len_per_gpu=tokens))
             micro_batches = [list(micro) for micro in batch.micro_batches]
             assert len(micro_batches) == 1 or tokens == 90
@@ -74,7 +86,46 @@ def test_log_probs_and_gradient_are_those_of_transformers(
                 for row, score in zip(micro, scores, strict=True):
                     want = row.logprobs[row.loss_mask]
                     assert score["old"] == pytest.approx(want, rel=1e-5, abs=1e-5)
-            assert apart(learner.gradient(batch), expected) <= 1e-5
+            assert shown.apart(learner.gradient(batch), expected) <= 1e-5
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed"])
+def test_rows_share_a_prompt_only_with_the_same_image(
+    layout: AskedLayout, folder: Path, settings: Settings
+) -> None:
+    row = next(row for row in shown.rows(folder) if len(row.images) == 1)
+    (image,) = row.images
+    size = Picture.open(io.BytesIO(image.data)).size
+    data = tiny_vision.picture((10, 250, 30), size=size, seed=9)
+    processor = ImageProcessor.of_model(folder)
+    assert processor is not None
+    place = msgspec.structs.replace(
+        image.place, sha256=Image.of(data).sha256, pixels=processor.process(data).hash
+    )
+    other = msgspec.structs.replace(row, images=(RowImage(place, data),))
+    model = shown.reference(folder)
+    (scores,) = Learner(settings(model_path=str(folder), row_layout=layout)).score(
+        [[row, other, row]]
+    )
+    for shows, score in zip((row, other, row), scores, strict=True):
+        want = shown.logprobs(model, folder, shows).detach().numpy()
+        assert score["old"] == pytest.approx(want, rel=1e-5, abs=1e-5)
+    assert np.abs(scores[0]["old"] - scores[1]["old"]).max() > 1e-3
+
+
+def test_an_unexact_layout_of_images_is_padded_by_name(
+    folder: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    right = ImageReader._positions
+
+    def wrong(self: ImageReader, rows: Any, types: Any, grids: Any, micro: Any) -> torch.Tensor:
+        found = right(self, rows, types, grids, micro)
+        return found if micro.tree is None else found.roll(1, -1)
+
+    monkeypatch.setattr(ImageReader, "_positions", wrong)
+    learner = Learner(settings(model_path=str(folder), row_layout="packed"))
+    assert learner.settings.image_layout == "padded"
+    assert "rows with images are padded: the largest difference" in caplog.text
 
 
 def test_sft_and_dpo_have_the_gradient_of_transformers(
@@ -104,7 +155,7 @@ def test_sft_and_dpo_have_the_gradient_of_transformers(
         tokens = sum(row.counted for row in rows)
         scale = 1.0 if algorithm is SFT else 0.1 / 2 * tokens / 3
         due = {n: g * scale for n, g in expected.items() if not shown.of_tower(n)}
-        assert apart(found, due) <= 1e-5
+        assert shown.apart(found, due) <= 1e-5
 
 
 def test_an_adapter_is_put_on_the_text_layers_and_learns_from_images(
@@ -131,7 +182,7 @@ def test_the_first_batch_is_compared_with_transformers(folder: Path, settings: S
     learner = Learner(settings(model_path=str(folder)))
     assert learner.check_rows(rows).count("are what transformers computes") == 2
     learner._images()._rope = None  # as if its positions were those of a text
-    with pytest.raises(RunFailed, match=r"as padded rows .* is not what transformers computes"):
+    with pytest.raises(RunFailed, match=r"as shared rows .* is not what transformers computes"):
         learner.check_rows(rows)
 
 

@@ -30,7 +30,6 @@ INSTEAD: dict[str, str] = {
     "known; name a server in explorer.auxiliary_models",
     "explorer.db_url": "answers and rewards are in the experience buffer's ledger: "
     "buffer.trainer_input.experience_buffer.path",
-    "buffer.trainer_input.*.format.image_key": "images are offered in tasks alone: use text",
     "buffer.*.format.video_key": "videos are not offered: use images or text",
     "buffer.*.reply_prefix": "an answer is only what the model writes; ask for that "
     "beginning in the prompt, or end a workflow's prompt_tokens with it",
