@@ -75,7 +75,7 @@ ON_RAY = {
     main_job run_doors smoke_run image_run run_trackers run_kill run_engine_kill run_engine_hang sync_faults vllm_engine vllm_models
     vllm_images vllm_experts vllm_adapter vllm_broadcast vllm_interrupted_syncs lora_learning run_broadcast sync_matrix two_machines
     placement_ray run_bad_input run_storages resume_exactness debug_vllm learning_goals memory_estimate colocate serve
-    trinity_runs vllm_families soak timeline_ray service_kill run_ray dialects_engines
+    command_line_agents trinity_runs vllm_families soak timeline_ray service_kill run_ray dialects_engines
     """.split()
 }
 

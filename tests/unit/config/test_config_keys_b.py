@@ -720,8 +720,8 @@ def test_a_half_takes_only_its_own_gpus() -> None:
         ("explorer.auxiliary_models=[{model_path: J, device: npu}]", "NPU devices are not offered"),
         ("explorer.rollout_model.device=npu", "NPU devices are not offered"),
         ("explorer.rollout_model.enable_expert_parallel=true", "expert parallel is not offered"),
-        ("explorer.rollout_model.enable_multimodal=true", "multimodal inputs are not offered"),
-        (f"{BUFFER}.format.video_key=video", "multimodal inputs are not offered"),
+        ("explorer.rollout_model.enable_multimodal=true", "format.image_key of a taskset alone"),
+        (f"{BUFFER}.format.video_key=video", "videos are not offered"),
     ],
 )
 def test_refused_by_name(override: str, text: str) -> None:

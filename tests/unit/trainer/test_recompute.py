@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GemmaConfig,
+    LlamaConfig,
+    Qwen3Config,
+)
 
 from rft.preflight.model_folder import LEAN
 from rft.trainer.model import recompute
@@ -106,9 +113,9 @@ def test_an_adapter_on_the_last_layer_is_called() -> None:
 @pytest.mark.parametrize("kind", sorted(LEAN))
 def test_kinds_that_the_memory_estimate_counts_on(kind: str) -> None:
     """All their norms and MLPs are known."""
-    made = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **SIZES, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    )
+    config = AutoConfig.for_model(kind, **SIZES, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    vision = kind.endswith("_vl_text")  # the text part of a model that sees
+    made = (AutoModel if vision else AutoModelForCausalLM).from_config(config)
     assert recompute.apply(made) == sum(
         type(m).__name__.endswith(("MLP", "RMSNorm")) for m in made.modules()
     )
