@@ -119,6 +119,7 @@ def _writes(module: str) -> str:
     return f"cat > /app/pages.py <<'END'\n{module}\nEND\n"
 
 
+@pytest.mark.e2e
 @attack(
     "–", "an agent that reads, makes, links, replaces or waits for its hidden tests", "reward 0"
 )
@@ -141,6 +142,7 @@ async def test_a_right_answer_is_right_all_the_same(name: str, args: TerminalArg
     assert reward == 1.0
 
 
+@pytest.mark.e2e
 @attack(
     "–",
     "an agent's module that, run by the tests, reads, changes or ends them, or writes the reward",

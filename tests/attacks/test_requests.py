@@ -232,6 +232,7 @@ async def test_brackets_and_commas_of_texts_are_no_values() -> None:
     assert endpoint_wire.parse(json.dumps({"prompt": content}).encode()) == {"prompt": content}
 
 
+@pytest.mark.e2e
 @attack(
     "L", "fifty connections that send nothing, or a byte now and then", "closed; others are served"
 )

@@ -272,6 +272,7 @@ SAME = {  # at every level the same code stands against them
 }
 
 
+@pytest.mark.e2e
 @attack(
     "H1, H2, M1",
     "a program that does not end, takes memory, gets out, reads, kills, or claims to be right",

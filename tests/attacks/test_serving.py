@@ -101,6 +101,7 @@ async def raw(served: Served, sent: str) -> bytes:
     return line.split(b" ")[1] if b" " in line else b""
 
 
+@pytest.mark.e2e
 @attack(
     "L",
     "fifty connections to the service that send nothing, or a byte now and then",

@@ -8,6 +8,7 @@ transformers' configurations only. Invariant: the same family and seed write the
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["chunked_attention", "full_attention"],
     },
 }
+
+# one of each kind of layer; the others are end-to-end tests
+_USUAL = ("llama", "qwen3", "gemma2", "gpt2", "qwen3_moe", "deepseek_v3", "qwen3_next", "lfm2")
+
+
+def each(names: Iterable[str]) -> list[Any]:
+    """Return families as parameters of a test; `make test` plays the usual ones alone."""
+    import pytest
+
+    return [n if n in _USUAL else pytest.param(n, marks=pytest.mark.e2e) for n in names]
+
+
 # what a few of them call the sizes of `rft.testing.tiny`: mixtures of experts, and a hybrid
 TINY: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {

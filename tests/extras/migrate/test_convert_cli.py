@@ -320,6 +320,7 @@ def _launch(path: Path) -> Launch:
     return launch
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
 @pytest.mark.parametrize("profile", ["exact", "guide"])
 def test_every_token_of_every_script_is_accounted_for(path: Path, profile: Any) -> None:

@@ -56,6 +56,7 @@ async def test_what_a_program_reads_prints_and_ends_with(sandbox: Any) -> None:
     assert (ran.reason, ran.detail) == ("error", "ValueError: no")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("program", "limits", "reasons"),
     [

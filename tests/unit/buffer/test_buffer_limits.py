@@ -240,6 +240,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True, timeout=20)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_full_disk_is_waited_out(
     small_disk: Path, kind: str, caplog: pytest.LogCaptureFixture

@@ -42,7 +42,7 @@ def of_folder(made: Path, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(made, dtype=dtype).eval()
 
 
-@pytest.mark.parametrize("family", [f for f in families.FAMILIES if f not in REFUSED])
+@pytest.mark.parametrize("family", families.each(f for f in families.FAMILIES if f not in REFUSED))
 def test_a_cache_changes_nothing(family: str, tmp_path: Path) -> None:
     forwards.prove(loaded(family, tmp_path / "m"), "engine")
 

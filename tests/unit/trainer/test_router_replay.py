@@ -121,6 +121,7 @@ def test_rows_without_experts_choose_themselves(
         assert apart(learner, rows, list(plainly(folder, rows))) <= 1e-5
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
 def test_any_cut_gives_the_same_gradient(

@@ -91,7 +91,7 @@ def apart(learner: Learner, rows: list[TrainRow], dtype: torch.dtype = torch.flo
     return worst
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("family", families.each(families.FAMILIES))
 def test_a_family_is_exact(
     family: str, tmp_path: Path, settings: Settings, group_of_rows: list[TrainRow]
 ) -> None:
@@ -196,6 +196,7 @@ FAR: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("layout", ["auto", "packed"])
 @pytest.mark.parametrize("family", FAR)
 def test_rows_far_into_the_input_are_exact(
