@@ -187,7 +187,8 @@ class RunContext:
         `images`: which the messages show, beside those that the run knows.  `numbered` False: the
         request is not one of the run's, so it takes no number.
         """
-        self.know(images)
+        if images:
+            self.know(images)
         sampling = self._task.sampling
         if "max_tokens" in overrides:  # less than the task's min_tokens is allowed
             overrides["min_tokens"] = min(
@@ -200,7 +201,7 @@ class RunContext:
             sampling = msgspec.structs.replace(sampling, seed=self.seed(number))
         # copies: the caller may change its messages afterwards
         conversation: tuple[dict[str, Any], ...] = read_only(
-            tuple(_as_text(self._with_files(message)) for message in messages)
+            tuple(map(_as_text, map(self._with_files, messages)))
         )
         schemas: tuple[dict[str, Any], ...] = read_only(
             tuple(tools if tools is not None else self._task.tools)
@@ -230,8 +231,7 @@ class RunContext:
 
     def _with_files(self, message: Any) -> Any:
         """Return a message with parts {"type": "image", "image": FILE} as `image` makes them."""
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if not isinstance(content, list):
+        if not isinstance(message, dict) or not isinstance(content := message.get("content"), list):
             return message
         files = [isinstance(p, Mapping) and isinstance(p.get("image"), bytes) for p in content]
         parts = zip(content, files, strict=True)
