@@ -24,6 +24,8 @@ from rft.workflow.base import RunContext
 from rft.workflow.endpoint import serve, serve_models
 from tests.attacks.table import attack
 
+pytestmark = pytest.mark.e2e
+
 HI = [{"role": "user", "content": "hi"}]
 TASK = Task(
     taskset="t", index=0, prompt="hi", truth="4", workflow="w", sampling=SamplingArgs(max_tokens=3)

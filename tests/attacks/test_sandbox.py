@@ -22,6 +22,8 @@ from rft.extras.sandbox.jobs import ProgramVerdict
 from rft.extras.sandbox.processes import LEVELS, ForkServer, ProgramLimits, SandboxUnavailable
 from tests.attacks.table import attack
 
+pytestmark = pytest.mark.e2e
+
 LIMITS = ProgramLimits(timeout_s=0.4, memory_mb=256, output_kb=64, file_mb=4)
 BUSY_S = 10.0  # for setting up sandboxes on a machine that does much else
 TESTS = [
@@ -375,7 +377,6 @@ REPLIES: dict[str, tuple[str, set[str]]] = {
 }
 
 
-@pytest.mark.e2e
 @attack(
     "H2, H3, M1",
     "a function that answers with numbers without end, lists without bottom, a byte now and then",

@@ -22,6 +22,8 @@ from tests.attacks.table import attack
 from tests.attacks.test_requests import drip
 from tests.extras.serve.serving import HI, KEY, Served, serving
 
+pytestmark = pytest.mark.e2e
+
 OTHER = "other-client-0123456789"
 ADDRESSES = (
     "/v1/chat/completions",

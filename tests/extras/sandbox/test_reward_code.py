@@ -32,6 +32,8 @@ from rft.types.task import Task
 from rft.worker.threads import in_time
 from tests.helpers.answers import make_transcript, task
 
+pytestmark = pytest.mark.e2e
+
 PROMPT = 'def shout(word: str) -> str:\n    """The word in capitals, with an exclamation mark."""\n'
 TEST = "def check(candidate):\n    assert candidate('a') == 'A!'\n    assert candidate('') == '!'\n"
 ROW = {
@@ -393,7 +395,6 @@ async def test_no_service_is_no_verdict(service: Service) -> None:
     remote.close()
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize(
     "head", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"], ids=["head", "body"]
 )

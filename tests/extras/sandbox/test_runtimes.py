@@ -21,6 +21,8 @@ from rft.testing.runtime_contract import LIMIT_S, RuntimeContract
 from rft.types.runtimes import AgentRuntime, RuntimeFailed, RuntimeSpec, packed
 from tests.extras.sandbox import containers
 
+pytestmark = pytest.mark.e2e
+
 
 @pytest.fixture(scope="module", autouse=True)
 def offered() -> None:
@@ -35,7 +37,6 @@ class TestOnThisMachine(RuntimeContract):
         return MachineDriver()
 
 
-@pytest.mark.e2e
 class TestContainers(RuntimeContract):
     command: tuple[str, ...] = ()
 
@@ -66,7 +67,6 @@ class TestContainers(RuntimeContract):
         assert found == ""
 
 
-@pytest.mark.e2e
 def test_containers_of_killed_processes_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

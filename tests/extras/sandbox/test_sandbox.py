@@ -36,6 +36,8 @@ from rft.extras.sandbox.processes import (
 from rft.worker.framing import BadMessage
 from rft.worker.job_pool import counts
 
+pytestmark = pytest.mark.e2e
+
 LIMITS = ProgramLimits(timeout_s=20)
 
 

@@ -26,6 +26,8 @@ from rft.workflow.agent import AgentFailed
 from tests.extras.sandbox import containers
 from tests.helpers import runs
 
+pytestmark = pytest.mark.e2e
+
 EXAMPLE = runs.ROOT / "examples" / "terminal_tasks"
 TASKS = sorted(path.name for path in (EXAMPLE / "tasks").iterdir())
 QUICK = ("copy-word", "spaced-backup", "build-order")

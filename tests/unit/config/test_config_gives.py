@@ -58,6 +58,7 @@ def errors(tiny_model: Path, *more: str) -> list[str]:
     ]
 
 
+@pytest.mark.e2e
 @pytest.mark.extra
 @pytest.mark.parametrize(
     ("algorithm", "more", "says"),

@@ -115,6 +115,7 @@ class Merged(nn.Linear):
         self.quant_method = SimpleNamespace(apply=lambda layer, x, bias: layer(x))
 
 
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore")  # of what vLLM imports
 @pytest.mark.parametrize("sample", [None, 16])
 def test_a_sample_of_outputs_finds_a_wrong_part(
