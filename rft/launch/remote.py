@@ -7,6 +7,7 @@ process becomes RunFailed (or OutOfMemory) with its name.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable
@@ -249,15 +250,24 @@ async def guarded(
         ) from None
 
 
-def _oom_kills() -> int:
-    """Return the number of the kernel's out-of-memory kills since boot; 0 if unknown."""
-    try:
-        text = Path("/proc/vmstat").read_text()
-    except OSError:
-        return 0
-    return next(
-        (int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0
-    )
+def _oom_kills(root: Path = Path("/")) -> int:
+    """Return how many processes of this one's control group the kernel killed for memory: those of
+    others are no reason of ours.  Of the whole machine if the group has no count; 0 if unknown.
+    """
+    files = []
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers == "memory":
+                files.append(root / f"sys/fs/cgroup/memory{group}/memory.oom_control")
+            elif not controllers:
+                files.append(root / f"sys/fs/cgroup{group}/memory.events")
+    for file in (*files, root / "proc/vmstat"):
+        with contextlib.suppress(OSError):
+            for line in file.read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return 0
 
 
 _OOM_KILLS_AT_START = _oom_kills()
