@@ -45,7 +45,7 @@ $(VENV)/.installed-vllm: $(VENV)/.python pyproject.toml $(LOCKS)
 quickstart: install  ## fetch SmolLM2 and watch it learn (ENGINE=vllm|transformers SEED=42)
 	$(RUN)rft quickstart --engine $(ENGINE) --seed $(SEED)
 
-test: install  ## the fast tests, about four minutes on two cores (WORKERS=2 ARGS=--durations=20)
+test: install  ## the fast tests, under five minutes on two cores (WORKERS=2 ARGS=--durations=20)
 	$(RUN)python -m pytest -m "not slow and not e2e" -n $(WORKERS) $(ARGS)
 
 test-e2e: install  ## whole real runs (Ray, vLLM, ranks, processes), and what takes over one second (WORKERS=2)
