@@ -32,6 +32,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Self, TextIO
 
@@ -92,26 +93,24 @@ class McpTool:
                 self.server.disconnect(str(e))
             raise
         pieces: list[str | bytes] = []
-        for piece in map(_piece, result.content):
-            if isinstance(piece, str) and pieces and isinstance(before := pieces[-1], str):
-                pieces[-1] = f"{before}\n{piece}"
-            else:
-                pieces.append(piece)
+        for kind, parts in groupby((_piece(p.model_dump()) for p in result.content), type):
+            series = [*parts]
+            pieces += series if kind is bytes else ["\n".join(map(str, series))]
         if result.is_error:
             raise ToolError("\n".join(p if isinstance(p, str) else "[image]" for p in pieces))
-        return as_observation(pieces) if len(pieces) > 1 else as_observation((*pieces, "")[0])
+        return as_observation(pieces) if bytes in map(type, pieces) else "".join(map(str, pieces))
 
     async def close(self) -> None:
         """Keep the shared server running."""
 
 
-def _piece(part: Any) -> str | bytes:
+def _piece(part: Mapping[str, Any]) -> str | bytes:
     """Return the text, or the image file, in a part of a result; the kind of another part."""
-    content = getattr(part, "resource", part)
-    encoded = getattr(content, "data", None) or getattr(content, "blob", None)
-    if encoded and str(content.mime_type).startswith("image/"):
+    content = part.get("resource", part)
+    encoded = content.get("data") or content.get("blob")
+    if encoded and str(content["mime_type"]).startswith("image/"):
         return data_url.from_base64(encoded)
-    return str(getattr(content, "text", f"[{part.type}]"))
+    return str(content.get("text", f"[{part['type']}]"))
 
 
 class _McpServer:
@@ -276,8 +275,8 @@ class ClassTool:
         self._tool = tool
         self.schema = schema
         of_tools = (row.get("extra_info") or {}).get("tools_kwargs") or {}
-        given = (of_tools.get(schema["function"]["name"]) or {}).get("create_kwargs")
-        self._create_kwargs = {**given, "create_kwargs": given} if given else {}
+        kwargs = (of_tools.get(schema["function"]["name"]) or {}).get("create_kwargs")
+        self._create_kwargs = {**kwargs, "create_kwargs": kwargs} if kwargs else {}
         self.rewards: list[float] = []
         self._instance = ""
         self._creating = asyncio.Lock()
