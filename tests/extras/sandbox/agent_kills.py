@@ -26,6 +26,7 @@ INSIDE = ("agent", "first process", "monitor", "engine")  # the run survives the
 PARTS = ("explorer", *INSIDE, "everything", "command", "trainer", "buffer")
 STEP_S = 600.0
 MANY = 4000  # steps of a run that is killed
+_CONTAINER = re.compile(r"rft-\d+-\d+-")
 MOST_S = 6.0  # between a step of the run and the kill
 
 
@@ -128,7 +129,8 @@ def _monitors(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     for process in processes:
         line = _line(process)
         of_room = "local_room" in " ".join(line) and str(runs.ROOT) in line
-        if line and (line[0].endswith("conmon") or of_room) and not _is_first(process):
+        of_podman = any(map(_CONTAINER.match, line)) and line[0].endswith("conmon")
+        if (of_podman or of_room) and not _is_first(process):
             found.append(process)
     return found
 
