@@ -42,7 +42,7 @@ from rft.workflow.tools import missing
 
 _TAIL = 16 << 10  # last bytes of a program's output in the record
 _CLOSE_S = 5.0  # time for a killed program and its children to end
-_ERROR_CHARS = 2000  # of its error output in a failed row
+_ERROR_CHARS = 2000  # of each of its outputs in a failed row
 # environment variables that a program inherits; others may hold keys
 _PASSED_ON = re.compile(
     r"PATH|PYTHONPATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ|TERM|TMPDIR|VIRTUAL_ENV|LD_LIBRARY_PATH|SSL_CERT_\w+|REQUESTS_CA_BUNDLE|NO_PROXY|no_proxy"
@@ -261,7 +261,8 @@ class CommandAgent(AgentWorkflow):
                 f"output"
             )
         if code != 0:
-            text = err.result().strip()[-_ERROR_CHARS:] or "no error output"
+            texts = [stream.result().strip()[-_ERROR_CHARS:] for stream in (err, out)]
+            text = "\n".join(filter(None, texts)) or "no output"
             raise AgentFailed(f"{self.args.command[0]} ended with exit code {code}: {text}")
         return ProcessOutput(out.result())
 

@@ -488,7 +488,7 @@ async def test_a_program_is_an_agent():
     assert group.rows[0].info["agent_output"] == "4\n"
     args = {"command": command, "env": {"CODE": "3"}}
     group = await play(engine, "agent_command_workflow", workflow_args=args, reward="exact_answer")
-    assert "exit code 3" in group.rows[0].reason
+    assert "exit code 3: 4" in group.rows[0].reason, "what it printed"
 
 
 HANGS = """
