@@ -117,13 +117,10 @@ def _policy_fits(model: ModelFiles, plan: Plan, problems: Problems) -> None:
             "model.rope_scaling",
             given=max_model_len,
         )
-    heads = model.config.get("num_key_value_heads") or model.config.get("num_attention_heads")
+    sizes = text_config(model.config)
+    heads = sizes.get("num_attention_heads") or sizes.get("num_key_value_heads")
     tp = plan.engines[0].tensor_parallel_size
-    if (
-        isinstance(heads, int)
-        and tp > 1
-        and (model.config.get("num_attention_heads") or heads) % tp
-    ):
+    if isinstance(heads, int) and heads % tp:
         problems.error(
             "explorer.rollout_model.tensor_parallel_size",
             f"is {tp}, which does not divide the attention heads",
@@ -186,8 +183,8 @@ def _auxiliary_fits(key: str, model: AuxiliarySettings, problems: Problems) -> N
             f"another model"
         )
         problems.error(f"{key}.task", text, given=e.task)
-    longest = files.config.get("max_position_embeddings")
-    if isinstance(longest, int) and e.max_model_len > longest:
+    longest = rotary.positions(files.config, {})
+    if longest is not None and e.max_model_len > longest:
         text = f"{name}: is {e.max_model_len} tokens, but the model knows {longest} positions"
         problems.error(f"{key}.max_model_len", text, given=e.max_model_len)
     if files.chat_template is None and e.chat_template is None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rft.errors import ConfigError
+from rft.types.row_layout import text_config
 
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _BEYOND = ("linear", "dynamic", "yarn")  # extend the trained positions by a factor
@@ -30,7 +31,7 @@ def applied(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str,
     if any(isinstance(value, Mapping) for value in had.values()) or "text_config" in config:
         raise ConfigError(
             "this model has rotary embeddings of several kinds; write all of them as "
-            "model.override_config.rope_parameters",
+            f"model.override_config.{'text_config.' * ('text_config' in config)}rope_parameters",
             key="model.rope_theta"
             if override.get("rope_scaling") is None
             else "model.rope_scaling",
@@ -74,12 +75,17 @@ def replaced(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str
         if "rope_parameters" in new
         else config
     )
-    return {**base, **new}
+    parts = {  # transformers changes the named entries of a part
+        name: {**part, **new[name]}
+        for name, part in base.items()
+        if name.endswith("_config") and isinstance(part, Mapping) and name in new
+    }
+    return {**base, **new, **parts}
 
 
 def positions(config: Mapping[str, Any], override: Mapping[str, Any]) -> int | None:
-    """Return the number of positions of the model, or None if config.json has none."""
-    new = replaced(config, override)
+    """Return the number of positions of the language model, or None if config.json has none."""
+    new = text_config(replaced(config, override))
     longest = new.get("max_position_embeddings")
     rope = new.get("rope_parameters") or {}
     if (

@@ -15,10 +15,11 @@ from rft.buffer.buffer import Buffer
 from rft.buffer.inspect import collect
 from rft.buffer.query import open_run
 from rft.buffer.replay_reader import ReplayReader
-from rft.buffer.settings import BufferSettings
+from rft.buffer.settings import UNLIMITED, BufferSettings, ReplaySettings
 from rft.errors import FrameRejected, PayloadDamaged
 from rft.testing.storage_contract import group, take
 from rft.types.block import decode, encode
+from rft.types.ids import Version
 from rft.types.images import Image, ImagePlace
 
 KINDS = ("sql", "file", "queue")
@@ -55,6 +56,12 @@ def files_in(folder: Path, kind: str) -> int:
     else:
         blocks = [p.read_bytes() for p in folder.rglob("*") if p.suffix in (".blk", ".seg")]
     return sum(block.count(x.data) for block in blocks for x in (RED, BLUE))
+
+
+def names(buffer: Buffer) -> set[str]:
+    """Of the stored files."""
+    query = "SELECT sha256 FROM images"
+    return {x for (x,) in buffer._ledger.run(lambda tx: tx.exec_driver_sql(query).all())}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,13 +129,59 @@ async def test_memory_is_freed_with_the_last_group_that_shows_a_file(tmp_path):
     assert storage.resident_bytes > len(RED.data)
     start = await buffer.start_lineage(None, None)
     await append(buffer, start.lineage, 0, BLUE)
-    kept = {
-        name
-        for (name,) in buffer._ledger.run(
-            lambda tx: tx.exec_driver_sql("SELECT sha256 FROM images").all()
-        )
-    }
-    assert kept == {BLUE.sha256}
+    assert names(buffer) == {BLUE.sha256}
+    await buffer.close()
+
+
+@pytest.mark.parametrize("place", [*KINDS, "memory"])
+async def test_replayed_rows_keep_their_files(tmp_path, place):
+    """A file outlives uses, a group that needs it no more, a new lineage and, on disk, a restart."""
+    memory = place == "memory"
+    kind, more = ("queue", {"storage_path": "none"}) if memory else (place, {})
+    more |= {"max_uses": 2, "replay": ReplaySettings(cooldown_s=None)}
+    buffer, line = await opened(tmp_path, kind, **more)
+    await append(buffer, line, 0, RED)
+    await append(buffer, line, 1, RED, BLUE, batch=1)
+    for batch in range(2):
+        await buffer.writer(line).close_batch(batch, accepted=1, expected=1, reasons={})
+
+    async def trained(step: int, groups: int) -> list[bytes]:
+        lease = await take(buffer, line, step, groups)
+        await buffer.reader(line).use(step)
+        shown = {place.sha256 for row in decode(lease.frame) for place in row.images}
+        assert shown == lease.images.keys()
+        return sorted(map(bytes, lease.images.values()))
+
+    assert await trained(1, 1) == [RED.data]
+    assert await trained(2, 2) == [BLUE.data, RED.data]  # the first group is used up
+    saved = await buffer.reader(line).consumption(2)
+    if not memory:
+        await buffer.close()
+        buffer, _ = await opened(tmp_path, kind, **more)
+    line = (await buffer.start_lineage(Version(1, 2), saved)).lineage
+    assert await trained(3, 1) == [BLUE.data, RED.data]
+    if memory:
+        assert buffer._storage.resident_bytes == 0
+    else:
+        assert files_in(tmp_path, kind) == 2
+    assert (await buffer.audit()).ok
+    await buffer.close()
+
+
+async def test_an_evicted_group_takes_only_files_that_nobody_replays(tmp_path):
+    replay = ReplaySettings(cooldown_s=None)
+    more = {"storage_path": "none", "max_uses": UNLIMITED, "replay": replay, "capacity": 1}
+    buffer, line = await opened(tmp_path, "queue", **more)
+    shows = (RED,), (RED, BLUE), (BLUE,), (BLUE,)
+    kept = {RED}, {RED, BLUE}, {RED, BLUE}, {BLUE}  # of the last two groups
+    for step, (images, left) in enumerate(zip(shows, kept, strict=True), 1):
+        await append(buffer, line, 0, *images, batch=step - 1)
+        await buffer.writer(line).close_batch(step - 1, accepted=1, expected=1, reasons={})
+        assert (await take(buffer, line, step, 1)).images.keys() == {x.sha256 for x in images}
+        await buffer.reader(line).use(step)
+        assert names(buffer) == {x.sha256 for x in left}
+        files = sum(len(x.data) for x in left)
+        assert files < buffer._storage.resident_bytes < files + len(RED.data)
     await buffer.close()
 
 

@@ -28,7 +28,7 @@ COLOURS = (
 
 def checked(model: Path, *overrides: str) -> Report:
     written = [f"model.model_path={model}", *COLOURS, *overrides]
-    return check(EXAMPLE, written, facts=Facts(cpus=2, gpus=0))
+    return check(EXAMPLE, written, facts=Facts(cpus=8, gpus=0))
 
 
 def test_images_are_shown_with_their_size_and_tokens(tmp_path: Path) -> None:
@@ -67,6 +67,30 @@ def test_what_the_model_cannot_read_is_refused_with_its_row(tmp_path: Path) -> N
     }
     for message, report in refused.items():
         assert any(re.search(message, str(e)) for e in report.errors), (message, report.errors)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_the_sizes_of_the_language_model_are_limits(family: str, tmp_path: Path) -> None:
+    model = tiny_vision.make(tmp_path / "model", family)
+    judge = f"{{name: j, model_path: {model}, engine_type: transformers, max_model_len: 513}}"
+    engine = "explorer.rollout_model"
+    refused = {
+        "the model knows 512 positions": (
+            "model.max_prompt_tokens=500",
+            "model.max_response_tokens=13",
+        ),
+        "j: is 513 tokens, but the model knows 512": (f"explorer.auxiliary_models=[{judge}]",),
+        "is 4, which does not divide the attention heads": (
+            f"{engine}.engine_type=vllm",
+            f"{engine}.tensor_parallel_size=4",
+        ),
+    }
+    for message, overrides in refused.items():
+        assert message in str(checked(model, *overrides).errors), message
+    longer = "model.override_config={text_config: {max_position_embeddings: 513}}"
+    within = "model.max_prompt_tokens=500", "model.max_response_tokens=12"
+    for overrides in (within, ("model.max_prompt_tokens=501", within[1], longer)):
+        assert checked(model, *overrides).errors == ()
 
 
 def test_a_judge_of_texts_is_refused_unless_it_need_not_see(tmp_path: Path) -> None:

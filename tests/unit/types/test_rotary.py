@@ -67,6 +67,17 @@ def test_an_exported_config_says_it_once() -> None:
     assert rotary.replaced(config, {"vocab_size": 10}) == {**config, "vocab_size": 10}
 
 
+def test_parts_of_a_model_keep_what_is_not_overridden() -> None:
+    config = {"text_config": {**NEW, "vocab_size": 9}, "rope_parameters": {"a": 1}}
+    override = {"text_config": {"max_position_embeddings": 600}, "rope_parameters": {"b": 2}}
+    made = rotary.replaced(config, override)
+    assert made == {
+        "text_config": {**NEW, "vocab_size": 9, "max_position_embeddings": 600},
+        "rope_parameters": {"b": 2},
+    }
+    assert [rotary.positions(config, x) for x in ({}, override)] == [512, 600]
+
+
 @pytest.mark.parametrize(
     ("scaling", "known"),
     [(YARN, 2048), ({"rope_type": "linear", "factor": 2.0}, 1024), (None, 512)],
