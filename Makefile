@@ -68,15 +68,17 @@ $(WORLDS)/.installed: $(VENV)/.python requirements-worlds.txt
 	$(PIP) --no-deps --upgrade --target $(WORLDS) -r requirements-worlds.txt
 	@touch $@
 
-test-agents: install  ## Claude Code, Codex, OpenCode, ... play a task; what `make agents` has not installed is skipped
-	PATH="$(abspath $(AGENTS))/bin:$$PATH" $(RUN)python -m pytest -n 0 tests/integration/test_command_line_agents.py $(ARGS)
+test-agents: install  ## Claude Code, Codex, OpenCode, ... and verifiers play a task; what `make agents` has not installed is skipped
+	PATH="$(abspath $(AGENTS))/bin:$$PATH" VERIFIERS_PYTHON="$(abspath $(AGENTS))/verifiers/bin/python" $(RUN)python -m pytest -n 0 tests/integration/test_command_line_agents.py tests/integration/test_verifiers.py $(ARGS)
 
-agents: $(AGENTS)/.installed  ## install six agents of the command line beside .venv, for their tests (2.3 GB; needs npm)
-$(AGENTS)/.installed: scripts/agents/package.json scripts/agents/package-lock.json scripts/agents/requirements.txt
+agents: $(AGENTS)/.installed  ## install six agents of the command line and verifiers beside .venv, for their tests (3 GB; needs npm)
+$(AGENTS)/.installed: scripts/agents/package.json scripts/agents/package-lock.json scripts/agents/requirements.txt scripts/agents/verifiers.txt
 	mkdir -p $(AGENTS)/bin
 	$(PYTHON) -m venv $(AGENTS)/mini
 	$(AGENTS)/mini/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r scripts/agents/requirements.txt
 	ln -sf ../mini/bin/mini $(AGENTS)/bin/
+	$(PYTHON) -m venv $(AGENTS)/verifiers
+	$(AGENTS)/verifiers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r scripts/agents/verifiers.txt
 	@if command -v npm >/dev/null; then \
 	  cp scripts/agents/package.json scripts/agents/package-lock.json $(AGENTS)/ && npm install --prefix $(AGENTS) --no-audit --no-fund --loglevel=error \
 	  && for name in claude codex opencode pi qwen; do ln -sf ../node_modules/.bin/$$name $(AGENTS)/bin/; done; \

@@ -6,8 +6,8 @@ with an agent that does nothing, in Podman; rft gave 1 and 0 (tests/extras/sandb
 
 The image python:3.12-slim must be there, or `--image` names another.  Harbor's filter of networks
 needs an image of a registry, so the tasks are copies without `network_mode`; podman-compose gets
-`network_mode: none`.  Trials that end without a reward are repeated.  `--write` puts the rows into
-docs/measured/harbor.md.  Exit code 1 if a reward differs.
+`network_mode: none`.  Trials that end without a reward are repeated.  `--write` puts each row into
+docs/measured/harbor.md as it is known; rows of other tasks stay.  Exit code 1 if a reward differs.
 """
 
 from __future__ import annotations
@@ -65,10 +65,17 @@ def main() -> int:
                     f"| {name} | {agent} | {reward} | {wanted:g} | {equal(reward, wanted)} |"
                 )
                 print(rows[-1], flush=True)
-    if options.write:
-        about = f"{datetime.date.today()}: Harbor 0.25.0, `--environment podman`."
-        pages.put(PAGE, BEGIN, END, "\n".join([about, "", HEAD, *rows]))
+                if options.write:
+                    write(rows)
     return int(any("| no |" in row for row in rows))
+
+
+def write(rows: list[str]) -> None:
+    """Put rows into the page, in place of those of the same task and agent."""
+    kept = re.findall(r"(?m)^\| [\w-]+ \| (?:oracle|nop) \|.*$", PAGE.read_text())
+    latest = {tuple(row.split(" | ")[:2]): row for row in [*kept, *rows]}
+    about = f"{datetime.date.today()}: Harbor 0.25.0, `--env podman`."
+    pages.put(PAGE, BEGIN, END, "\n".join([about, "", HEAD, *sorted(latest.values())]))
 
 
 def equal(reward: str, wanted: float) -> str:

@@ -38,6 +38,9 @@ os.environ.update(
 # as of a background job; what tests start would ignore it, too
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+from rft.launch import leftovers
+from tests.helpers import guardian
+
 if "RFT_TESTS_TMP" not in os.environ or not os.environ["RFT_TESTS_TMP"].endswith(
     os.environ.get("PYTEST_XDIST_WORKER", "")
 ):
@@ -54,6 +57,8 @@ if "RFT_TESTS_TMP" not in os.environ or not os.environ["RFT_TESTS_TMP"].endswith
     own.chmod(0o755)  # a PostgreSQL server runs as another user
     tempfile.tempdir = os.environ["TMPDIR"] = os.environ["RFT_TESTS_TMP"] = str(own)
     atexit.register(shutil.rmtree, own, ignore_errors=True)
+    if leftovers.MARK not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
+        guardian.start(leftovers.MARK, own)
 
 import hypothesis
 import pytest

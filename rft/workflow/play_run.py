@@ -38,7 +38,7 @@ from rft.workflow.run_rows import experiences, run_reward, scored_rows, sum_of_s
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-_REASON_CHARS = 300
+_REASON_CHARS = (100, 197)  # of its beginning and its end
 _GOLD_CHARS = 200
 
 Ended = Literal["", "timeout", "group_timeout", "hopeless", "over_rollout"]
@@ -262,7 +262,7 @@ class TaskRuns:
             taskset=self.task.taskset,
             task_index=self.task.index,
             workflow=self.recipe.name,
-            reason=redact(reason_of(error))[:_REASON_CHARS] or type(error).__name__,
+            reason=_without_middle(redact(reason_of(error))) or type(error).__name__,
             info={"traceback": last_lines(error)[-4000:], "attempts": run.attempt + 1},
         )
 
@@ -360,6 +360,12 @@ def _gold(task: Task) -> dict[str, Any]:
         return {}
     # surrogates cannot be stored
     return {"gold_answer": redact(text.encode("utf-8", "backslashreplace").decode())}
+
+
+def _without_middle(reason: str) -> str:
+    """Return a text of at most 300 characters: programs say at the end why they failed."""
+    start, end = _REASON_CHARS
+    return reason if len(reason) <= start + 3 + end else f"{reason[:start]} … {reason[-end:]}"
 
 
 def ended_by(error: Exception) -> Ended:

@@ -25,8 +25,6 @@ _MARKED = ("process", "listener", "temporary folder")
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[_LEFT] = []
-    if hasattr(session.config, "workerinput"):
-        os.environ[leftovers.MARK] = uuid.uuid4().hex
     os.environ.setdefault(leftovers.MARK, uuid.uuid4().hex)
     session.config.stash[_BEFORE] = leftovers.snapshot()
 

@@ -56,8 +56,13 @@ _BOOT = (
 
 def container_command() -> tuple[str, ...]:
     """Return the command that starts containers.  Raises SandboxUnavailable."""
-    if command := os.environ.get(COMMAND):
-        return tuple(command.split())
+    if words := tuple(os.environ.get(COMMAND, "").split()):
+        if Path(words[0]).name in ("apptainer", "singularity"):
+            raise SandboxUnavailable(
+                f"{COMMAND}={' '.join(words)}: it has no `cp` and no `commit`, which files and snapshots of "
+                f"a runtime need; name podman or docker, or use the sandbox `local`"
+            )
+        return words
     for name in ("podman", "docker"):
         if shutil.which(name):
             return (name,)

@@ -408,8 +408,7 @@ def environment(name: str, args: str) -> Any:
     if not callable(getattr(getattr(environment, "rubric", None), "score_rollout", None)):
         raise ConfigError(
             f"{name} gives {type(environment).__name__}, which has no rubric.score_rollout; environments "
-            f"of verifiers 1.x run their own agents: "
-            "let those call the endpoint (docs/howto/agent.md)",
+            "of verifiers v1 run their own agents: use agent_command_workflow, as in examples/verifiers",
             key="workflow_args.env",
         )
     return environment

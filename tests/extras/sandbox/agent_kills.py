@@ -25,7 +25,9 @@ TINY = runs.ROOT / "tests" / "integration" / "tiny_config.yaml"
 INSIDE = ("agent", "first process", "monitor", "engine")  # the run survives these
 PARTS = ("explorer", *INSIDE, "everything", "command", "trainer", "buffer")
 STEP_S = 600.0
+STARTS = 5
 MANY = 4000  # steps of a run that is killed
+_CONTAINER = re.compile(r"rft-\d+-\d+-")
 MOST_S = 6.0  # between a step of the run and the kill
 
 
@@ -63,9 +65,8 @@ def play(
     held = _containers(engine) if engine else set()
     dice = random.Random(seed)
     killed = Killed()
-    run = runs.Run(*arguments, f"trainer.total_steps={MANY}")
+    run = _started(arguments, MANY)
     while killed.parts.total() < kills:
-        run.wait_for(f"/{MANY}  ", STEP_S)
         threading.Event().wait(dice.uniform(0, MOST_S))
         assert run.process.poll() is None, run.output
         part = PARTS[killed.parts.total() % len(PARTS)]
@@ -76,15 +77,14 @@ def play(
             continue  # it had just ended
         killed.parts[part] += 1
         if part not in INSIDE:
-            assert run.end(180) != 0, run.output
+            assert run.end(STEP_S) != 0, run.output
             killed.lives += 1
-            run = runs.Run(*arguments, f"trainer.total_steps={MANY}")
-    run.wait_for(f"/{MANY}  ", STEP_S)
+            run = _started(arguments, MANY)
     run.interrupt()
-    run.end(120)
+    run.end(STEP_S)
     last = max(int(step) for step in re.findall(r"(?m)^step (\d+)/", run.output))
-    run = runs.Run(*arguments, f"trainer.total_steps={last + 2}")
-    assert run.end() == 0, run.output
+    run = _started(arguments, last + 2)
+    assert run.end(STEP_S) == 0, run.output
     ok, counted = runs.audit(run_dir)
     killed.balanced = ok and bool(counted["balanced"])
     killed.acknowledged = counted["acked"]
@@ -95,6 +95,19 @@ def play(
     if engine:
         killed.left += [f"container {name}" for name in sorted(_containers(engine) - held)]
     return killed
+
+
+def _started(arguments: Sequence[str], steps: int) -> runs.Run:
+    """Return a run that has made a step; where Ray came up too late for itself, start it again."""
+    for attempt in range(1, STARTS + 1):
+        run = runs.Run(*arguments, f"trainer.total_steps={steps}")
+        try:
+            run.wait_for(f"/{steps}  ", STEP_S)
+            break
+        except AssertionError:
+            if attempt == STARTS or "timed out during startup" not in run.output:
+                raise
+    return run
 
 
 def _found(part: str, run: runs.Run, run_dir: Path) -> list[psutil.Process]:
@@ -128,7 +141,8 @@ def _monitors(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     for process in processes:
         line = _line(process)
         of_room = "local_room" in " ".join(line) and str(runs.ROOT) in line
-        if line and (line[0].endswith("conmon") or of_room) and not _is_first(process):
+        of_podman = any(map(_CONTAINER.match, line)) and line[0].endswith("conmon")
+        if (of_podman or of_room) and not _is_first(process):
             found.append(process)
     return found
 

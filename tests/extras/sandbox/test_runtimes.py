@@ -12,7 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from rft.extras.sandbox.container import EngineCommand, container_name, remove_ownerless
+from rft.extras.sandbox.container import (
+    COMMAND,
+    EngineCommand,
+    container_name,
+    remove_ownerless,
+)
 from rft.extras.sandbox.container_runtime import ContainerDriver
 from rft.extras.sandbox.local_runtime import MachineDriver
 from rft.extras.sandbox.processes import SandboxUnavailable
@@ -146,6 +151,12 @@ async def test_a_cancelled_call_leaves_no_runtime() -> None:
 
     assert await pool.use(lambda lease: lease.start(RuntimeSpec()).workdir) == "/app"
     pool.close()
+
+
+def test_an_engine_without_snapshots_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COMMAND, "/usr/bin/apptainer --quiet")
+    with pytest.raises(SandboxUnavailable, match=r"apptainer --quiet: it has no `cp`.* podman or"):
+        ContainerDriver()
 
 
 def test_another_image_needs_containers() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ def test_example(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         program = tmp_path / path.stem
         program.touch(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("VERIFIERS_PYTHON", sys.executable)
     make = tiny_vision.make if path.parent.name == "colour" else roomy
     options = [f"model.model_path={make(tmp_path / 'model')}"]
     if path.parent.name == "judge_local":  # a question in bytes is longer than in words
