@@ -60,3 +60,20 @@ def size_text(nbytes: int) -> str:
 
 def count_text(parameters: int, item: int) -> str:
     return f"{parameters:,} x {item} bytes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """Bytes on a rank's device at one moment of a micro-batch, besides weights and optimizer state."""
+
+    name: str
+    # FSDP2's unsharded copies of parameters, and unsharded gradients before their reduction
+    gathered: int = 0
+    activations: int = 0  # stored by the layers for the backward pass
+    images: int = 0  # pixels, features, and what the tower stores for the backward pass
+    work: int = 0
+    gradients: int = 0  # this rank's shards
+
+    @property
+    def nbytes(self) -> int:
+        return self.gathered + self.activations + self.images + self.work + self.gradients

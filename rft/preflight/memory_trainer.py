@@ -1,8 +1,9 @@
 """Estimate the peak memory of a trainer rank; docs/concepts/memory.md explains every term.
 
-Besides weights and optimizer state a rank needs most at one of three moments of a micro-batch: in
-the backward pass of the log-probs, in that of a layer, or when the gradients of embedding and
-output layer are reduced over ranks.  Depends on the allocations of `rft.trainer`, by formula.
+Besides weights and optimizer state a rank needs most at one of a few moments of a micro-batch: in
+the backward pass of the log-probs, in that of the last layer or of the first, which gradients of
+all others precede, or when the gradients of embedding and output layer are reduced over ranks.
+Depends on the allocations of `rft.trainer`, by formula.
 Invariant: on GPUs an estimate is at least what torch's operators allocate.
 """
 
@@ -13,11 +14,13 @@ from dataclasses import dataclass, replace
 
 from rft.algorithm.needs import needs
 from rft.config.plan import Plan
+from rft.preflight.memory_images import ImageBytes, image_bytes
 from rft.preflight.memory_terms import (
     BYTES,
     CUDA_CONTEXT,
     NCCL,
     TRAINER_PROCESS,
+    Moment,
     RoleMemory,
     Term,
     count_text,
@@ -66,23 +69,6 @@ class RowsAtOnce:
     trained: int
     roots: int = 1  # rows that begin a prompt
     patches: int = 0  # of images
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moment:
-    """Bytes on a rank's device at one moment of a micro-batch, besides weights and optimizer state."""
-
-    name: str
-    # FSDP2's unsharded copies of parameters, and unsharded gradients before their reduction
-    gathered: int = 0
-    activations: int = 0  # stored by the layers for the backward pass
-    images: int = 0  # pixels, features, and what the tower stores for the backward pass
-    work: int = 0
-    gradients: int = 0  # this rank's shards
-
-    @property
-    def nbytes(self) -> int:
-        return self.gathered + self.activations + self.images + self.work + self.gradients
 
 
 def trainer(
@@ -360,7 +346,7 @@ def _moments(
     """
     item = BYTES[s.dtype]
     trains = s.lora is None
-    images, tower = _images(shape, s, micro)
+    images = image_bytes(shape, s, micro.positions, micro.patches)
     layer = kept_by_layer(shape, s, micro)
     stream = micro.positions * shape.hidden * item  # hidden states between two layers
     activations = stream + shape.layers * (stream if s.gradient_checkpointing else layer)
@@ -370,7 +356,7 @@ def _moments(
     scores = (
         shape.heads * micro.pairs * (item + 4) // s.sequence_parallel if shape.unfused_layers else 0
     )
-    again = layer + scores if s.gradient_checkpointing else 0
+    again = layer - stream + scores if s.gradient_checkpointing else 0  # its input is there
     activations += 0 if s.gradient_checkpointing else shape.unfused_layers * scores
     work = work_of_layer(shape, s, micro) + scores
     forward, backward = logits(shape, s, micro, entropy=entropy, reference=reference)
@@ -383,26 +369,21 @@ def _moments(
         name="log-probs",
         gathered=at_logprobs,
         activations=activations + masks,
-        images=images,
+        images=images.text,
         work=max(forward, backward + head),
         gradients=begun,
     )
-    yield Moment(
+    last = Moment(
         name="backward pass of a layer",
         gathered=at_layer,
         activations=activations + masks + again,
-        images=images,
+        images=images.text,
         work=work + head,
         gradients=begun,
     )
-    if tower:
-        yield Moment(
-            name="backward pass of the tower",
-            gathered=at_layer,
-            images=images,
-            work=tower + head,
-            gradients=begun,
-        )
+    yield last
+    first = min(last.activations, stream + masks + layer + scores)
+    yield from _later_moments(shape, s, micro, last, first, images, gradients, head)
     yield Moment(
         name="end of the backward pass",
         gathered=at_end,
@@ -411,29 +392,45 @@ def _moments(
     )
 
 
-def _images(shape: ModelShape, s: LearnerSettings, micro: RowsAtOnce) -> tuple[int, int]:
-    """Return (bytes that images need all the time, bytes that the tower's backward pass allocates).
+def _later_moments(
+    shape: ModelShape,
+    s: LearnerSettings,
+    micro: RowsAtOnce,
+    last: Moment,
+    first: int,
+    images: ImageBytes,
+    gradients: int,
+    head: int,
+) -> Iterator[Moment]:
+    """Yield the moments after that of the `last` layer, where other layers' gradients have come.
 
-    Pixels in float32, features, and the embeddings among which they are put.  A tower that is
-    trained stores 9 hidden states of a layer, 4 more where positions turn queries and keys, and
-    what its MLP does.
+    `first`: bytes that the first layer stores.  `head`: the gradient of the output layer, in work.
     """
-    t = shape.tower
-    if t is None or not micro.patches:
-        return 0, 0
-    item = BYTES[s.dtype]
-    pixels = micro.patches * t.patch * (4 + (item if item < 4 else 0))
-    placed = 2 * micro.patches // t.patches + 3 * micro.positions
-    nbytes = pixels + placed * shape.hidden * item
-    if not s.train_vision:
-        return nbytes, 0
-    numbers = (13 if t.rotary else 9) * t.hidden + (4 if t.gated else 2) * t.mlp
-    stored = micro.patches * numbers * item
-    work = micro.patches * item * (2 * t.hidden + (3 if t.gated else 2) * t.mlp)
-    stream = micro.patches * t.hidden * item
-    if s.gradient_checkpointing:  # of a layer its input, and one layer whole
-        return nbytes + (t.layers + 1) * stream, work + stored
-    return nbytes + stream + t.layers * stored, work
+    tower = shape.tower
+    of_tower = tower.parameters if tower is not None and images.last else 0
+    # of the layer at work the gradient of its MLP's last matrix has come
+    rest = shape.block - shape.hidden * shape.mlp + (0 if shape.tied else shape.embedding)
+    among = head if micro.alone and not s.sharded else 0  # it is one of the gradients
+    # the MLP's product has been freed when the gradients of its factors come
+    product = 0 if _lean(shape, s) else micro.positions * shape.mlp * BYTES[s.dtype]
+    work = last.work - among - product
+    moments = [("first layer", first, images.text, work, of_tower + rest)]
+    if tower is not None and of_tower:
+        part = of_tower // tower.layers
+        moments += [
+            ("tower", 0, images.last, head - among, of_tower),
+            ("tower's first layer", 0, images.first, head - among, part),
+        ]
+    for name, activations, nbytes, work, missing in moments:
+        coming = 4 * missing // _shards(s) if micro.alone and s.lora is None else 0
+        yield replace(
+            last,
+            name=f"backward pass of the {name}",
+            activations=activations,
+            images=nbytes,
+            work=work,
+            gradients=max(0, gradients - coming),
+        )
 
 
 def _gathered(shape: ModelShape, s: LearnerSettings, freed: int) -> tuple[int, int, int]:

@@ -403,6 +403,7 @@ class TowerShape:
     mlp: int
     gated: bool
     rotary: bool  # positions turn queries and keys
+    deep: int  # layers whose features are added to hidden states of the language model
     patch: int  # of one patch of pixels
     patches: int  # that become one token of a prompt
 
@@ -497,6 +498,7 @@ def _tower(config: Mapping[str, Any], tensors: Tensors | None) -> TowerShape | N
         mlp=mlp,
         gated=gated,
         rotary="image_size" not in c,
+        deep=len(c.get("deepstack_visual_indexes") or ()),
         patch=patch,
         patches=patches,
     )
