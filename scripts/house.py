@@ -62,7 +62,7 @@ SHARED_NAMES = {"__init__.py", "base.py", "extra.py", "settings.py"}
 FOREIGN = set(
     """
     __code__ __doc__ __file__ __len__ __module__ __name__ __qualname__ __dict__
-    orig sqlstate sqlite_errorcode sched_getaffinity inotify_init1 tolist item ndim text
+    orig sqlstate sqlite_errorcode sched_getaffinity inotify_init1 tolist item ndim text image
     _linear_pointwise _reorder_linear_weight attention_dropout head_dim layer_types num_key_value_heads
     hf_to_vllm_mapper shard_id packed_modules_mapping weight bias quant_method input_size shard_indices cpu_linear
     vision_config get_image_features get_rope_index deepstack_features

@@ -8,10 +8,13 @@ the messages.  Depends on no decoder and no model.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from msgspec import Struct
+
+Observation = str | Sequence[str | bytes]
+"""A text, or texts and image files, in their order."""
 
 
 class Image(Struct, frozen=True, gc=False):
@@ -43,6 +46,14 @@ class ImagePlace(Struct, frozen=True, array_like=True, gc=False):
     length: int
     grid: tuple[int, ...] = ()
     pixels: str = ""
+
+
+def content_of(observation: Observation) -> str | list[dict[str, str | bytes]]:
+    """Return the content of a message that shows an observation, with files in place of names."""
+    if isinstance(observation, str):
+        return observation
+    kinds = (("image" if isinstance(piece, bytes) else "text", piece) for piece in observation)
+    return [{"type": kind, kind: piece} for kind, piece in kinds]
 
 
 def as_parts(content: Any) -> list[dict[str, str]] | None:

@@ -23,6 +23,7 @@ end the run.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
 import re
@@ -31,6 +32,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Self, TextIO
 
@@ -39,10 +41,13 @@ import yaml
 from pydantic import BaseModel, Field, model_validator
 
 from rft.errors import ConfigError, SetupError
+from rft.images import data_url
 from rft.plugins import REGISTRY
 from rft.reward.run_folder import run_folder
 from rft.secrets import redact
+from rft.taskset import row_images
 from rft.types.completion import Completion
+from rft.types.images import Observation, content_of
 from rft.types.task import Task
 from rft.worker.threads import unblocked
 from rft.workflow.tools import (
@@ -52,7 +57,7 @@ from rft.workflow.tools import (
     Tool,
     Toolbox,
     ToolError,
-    as_text,
+    as_observation,
     described,
     find,
     missing,
@@ -69,6 +74,7 @@ START_S = 30.0
 # error texts of the library when a server has ended
 _DISCONNECTED = ("Connection closed", "Session terminated")
 _FILE_KEY = "workflow_args.tool_config_path"
+_NO_ROW: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class McpTool:
     schema: dict[str, Any]
     server: _McpServer
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
+    async def call(self, arguments: Mapping[str, Any]) -> Observation:
         name = self.schema["function"]["name"]
         try:
             result = await self.server.client.call_tool(name, dict(arguments))
@@ -86,13 +92,25 @@ class McpTool:
             if str(e) in _DISCONNECTED:
                 self.server.disconnect(str(e))
             raise
-        text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
+        pieces: list[str | bytes] = []
+        for kind, parts in groupby((_piece(p.model_dump()) for p in result.content), type):
+            series = [*parts]
+            pieces += series if kind is bytes else ["\n".join(map(str, series))]
         if result.is_error:
-            raise ToolError(text)
-        return text
+            raise ToolError("\n".join(p if isinstance(p, str) else "[image]" for p in pieces))
+        return as_observation(pieces) if bytes in map(type, pieces) else "".join(map(str, pieces))
 
     async def close(self) -> None:
         """Keep the shared server running."""
+
+
+def _piece(part: Mapping[str, Any]) -> str | bytes:
+    """Return the text, or the image file, in a part of a result; the kind of another part."""
+    content = part.get("resource", part)
+    encoded = content.get("data") or content.get("blob")
+    if encoded and str(content["mime_type"]).startswith("image/"):
+        return data_url.from_base64(encoded)
+    return str(content.get("text", f"[{part['type']}]"))
 
 
 class _McpServer:
@@ -246,25 +264,29 @@ def _schema(t: Any) -> dict[str, Any]:
 
 class ClassTool:
     """An object with veRL's methods: `create(instance_id, **kwargs)`, `execute(instance_id,
-    parameters)`, `release(instance_id)`.
+    parameters)`, `release(instance_id)`.  `create` gets what it takes of the row's
+    extra_info.tools_kwargs: {NAME: {create_kwargs: {...}}}, by name or as `create_kwargs`.
 
-    `execute` returns (response, reward, metrics); the response is a text or has an attribute `text`.
-    All may block.
+    `execute` returns (response, reward, metrics); the response is a text, or has attributes `text`
+    and `image`, a list.  All may block.
     """
 
-    def __init__(self, tool: Any, schema: dict[str, Any]) -> None:
+    def __init__(self, tool: Any, schema: dict[str, Any], row: Mapping[str, Any] = _NO_ROW) -> None:
         self._tool = tool
         self.schema = schema
+        of_tools = (row.get("extra_info") or {}).get("tools_kwargs") or {}
+        kwargs = (of_tools.get(schema["function"]["name"]) or {}).get("create_kwargs")
+        self._create_kwargs = {**kwargs, "create_kwargs": kwargs} if kwargs else {}
         self.rewards: list[float] = []
         self._instance = ""
         self._creating = asyncio.Lock()
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
+    async def call(self, arguments: Mapping[str, Any]) -> Observation:
         async with self._creating:
             if not self._instance:
                 self._instance = uuid.uuid4().hex
                 try:
-                    await self._call_method("create")
+                    await self._call_method("create", **self._create_kwargs)
                 except Exception:
                     self._instance = ""  # the next call then creates the instance
                     raise
@@ -273,22 +295,34 @@ class ClassTool:
         if reward is not None:
             self.rewards.append(float(reward))
         text = getattr(response, "text", response)
-        return "" if text is None else as_text(text)
+        content = "" if text is None else as_observation(text)
+        images = row_images.read(getattr(response, "image", None), Path())
+        if not images or not isinstance(content, str):
+            return content
+        return [*(image.data for image in images), *([content] if content else [])]
 
     async def close(self) -> None:
         if self._instance:
             await self._call_method("release")
 
-    async def _call_method(self, name: str, *arguments: Any) -> Any:
-        """Call a method for this instance; None if the tool has no such method."""
+    async def _call_method(self, name: str, *arguments: Any, **optional: Any) -> Any:
+        """Call a method for this instance, with the `optional` arguments that it takes; None if the
+        tool has no such method.
+        """
         method = getattr(self._tool, name, None)
         if not callable(method):
             return None
-        return await unblocked(method, f"tool {name}", self._instance, *arguments)
+        if optional:
+            takes = inspect.signature(method).parameters
+            if all(p.kind is not p.VAR_KEYWORD for p in takes.values()):
+                optional = {k: v for k, v in optional.items() if k in takes}
+        return await unblocked(method, f"tool {name}", self._instance, *arguments, **optional)
 
 
-async def load_tool_file(path: str) -> list[Tool]:
-    """Make new tools for one run.  Raises ConfigError that names the file and the entry."""
+async def load_tool_file(path: str, row: Mapping[str, Any] = _NO_ROW) -> list[Tool]:
+    """Make new tools for one run of the task in `row`.  Raises ConfigError that names the file and
+    the entry.
+    """
     tools: list[Tool] = []
     for number, entry in enumerate(_entries(path)):
         where = f"{path}: tools[{number}]"
@@ -306,11 +340,13 @@ async def load_tool_file(path: str) -> list[Tool]:
             servers = _below(folder, str(mcp["mcp_servers_config_path"]))
             tools += await mcp_tools(servers, tuple(mcp.get("tool_selected_list") or ()))
         else:
-            tools.append(_class_tool(entry, where, folder))
+            tools.append(_class_tool(entry, where, folder, row))
     return tools
 
 
-def _class_tool(entry: Mapping[str, Any], where: str, folder: Path) -> ClassTool:
+def _class_tool(
+    entry: Mapping[str, Any], where: str, folder: Path, row: Mapping[str, Any]
+) -> ClassTool:
     name = str(entry.get("class_name", ""))
     schema = entry.get("tool_schema")
     if ":" not in name and "." in name:
@@ -333,7 +369,7 @@ def _class_tool(entry: Mapping[str, Any], where: str, folder: Path) -> ClassTool
         raise ConfigError(
             f"{where}: {name} has no method execute(instance_id, parameters)", key=_FILE_KEY
         )
-    return ClassTool(tool, schema)
+    return ClassTool(tool, schema, row)
 
 
 def _below(folder: Path, name: str) -> str:
@@ -445,7 +481,7 @@ class ToolWorkflow(MultiTurnWorkflow):
         for tool in await self.call(self.make_tools, task):
             tools.append(tool if isinstance(tool, Tool) else FunctionTool(tool))
         if a.tool_config_path is not None:
-            tools += await load_tool_file(a.tool_config_path)
+            tools += await load_tool_file(a.tool_config_path, task.row)
         if a.mcp_config_path is not None:
             tools += await mcp_tools(a.mcp_config_path, a.mcp_tools)
         self.box = Toolbox(
@@ -472,7 +508,7 @@ class ToolWorkflow(MultiTurnWorkflow):
             return Reply(done=True, info={"stopped": "max_user_turns"})
         messages: list[Message] = []
         for result in await self.box.run(calls):
-            message = {"role": self.args.result_role, "content": result.text}
+            message = {"role": self.args.result_role, "content": content_of(result.content)}
             if result.call.id:
                 message |= {"tool_call_id": result.call.id, "name": result.call.name}
             messages.append(message)

@@ -27,9 +27,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from rft.errors import ConfigError, RftError
 from rft.files.strict_json import no_key_twice
+from rft.images.decode import check
 from rft.plugins import REGISTRY, kind
 from rft.reward.extract import fenced
 from rft.types.completion import Completion
+from rft.types.images import Observation
 from rft.types.thoughts import split_thought
 from rft.worker.threads import in_time, unblocked
 from rft.worker.waiting import waits
@@ -175,7 +177,7 @@ class Tool(Protocol):
     @property
     def schema(self) -> dict[str, Any]: ...
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
+    async def call(self, arguments: Mapping[str, Any]) -> Observation:
         """Return the result for the model.  Raises ToolError for a wrong call; may raise anything."""
         ...
 
@@ -189,7 +191,7 @@ class ToolError(Exception):
 @dataclass(frozen=True)
 class ToolResult:
     call: ToolCall
-    text: str
+    content: Observation
     error: bool = False
 
 
@@ -208,14 +210,14 @@ class FunctionTool:
         self._model = _model(function, self.name)
         self.schema = _schema(function, self.name, self._model)
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
+    async def call(self, arguments: Mapping[str, Any]) -> Observation:
         try:
             checked = self._model(**arguments)
         except ValidationError as e:
             faults = "; ".join(f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in e.errors())
             raise ToolError(f"wrong arguments: {faults}") from None
         keywords = {name: getattr(checked, name) for name in type(checked).model_fields}
-        return as_text(await unblocked(self.function, f"tool {self.name}", **keywords))
+        return as_observation(await unblocked(self.function, f"tool {self.name}", **keywords))
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -224,7 +226,7 @@ class FunctionTool:
 @dataclass
 class Toolbox:
     """The tools of one run.  Limits as in veRL: `parallel` calls per answer, `length` characters
-    per result.
+    of a result, or of each text between its images.
     """
 
     tools: Sequence[Tool] = ()
@@ -269,7 +271,7 @@ class Toolbox:
         what = f"tool {call.name}"
         try:
             with waits("call", what, opaque=True):
-                text = await in_time(
+                content = await in_time(
                     unblocked(tool.call, what, call.arguments), self.timeout_s, what
                 )
         except RftError:
@@ -280,7 +282,9 @@ class Toolbox:
             return _failure(call, self.shortened(str(e)))
         except Exception as e:  # a tool may raise anything
             return _failure(call, self.shortened(f"{type(e).__name__}: {e}"))
-        return ToolResult(call, self.shortened(text))
+        if isinstance(content, str):
+            return ToolResult(call, self.shortened(content))
+        return ToolResult(call, [p if isinstance(p, bytes) else self.shortened(p) for p in content])
 
     def shortened(self, text: str) -> str:
         """Return at most `length` characters of a text: its left, its right, or both ends (middle).
@@ -338,7 +342,17 @@ def missing(program: str, env: Mapping[str, str]) -> str:
     return ""
 
 
-def as_text(value: Any) -> str:
+def as_observation(value: Any) -> Observation:
+    """Return what a tool returned as a text, or as texts and images where it holds files (bytes).
+
+    Raises ValueError for a file that is no usable image.
+    """
+    pieces = value if isinstance(value, list | tuple) else (value,)
+    files = [piece for piece in pieces if isinstance(piece, bytes)]
+    if files and all(isinstance(piece, str | bytes) for piece in pieces):
+        for file in files:
+            check(file)
+        return pieces
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 

@@ -25,14 +25,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rft.engine.base import PromptTooLong
 from rft.types.completion import Completion, Score, Transcript
-from rft.types.images import Image
+from rft.types.images import Image, Observation, content_of
 from rft.types.task import Task
 from rft.worker.threads import unblocked
 from rft.workflow.base import RunContext, Workflow
 
 Message = dict[str, Any]
-Observation = str | Sequence[str | bytes]
-"""A text, or texts and image files, in their order."""
 
 
 async def waited(value: Any) -> Any:
@@ -56,14 +54,7 @@ class Reply:
     @staticmethod
     def say(text: Observation, **more: Any) -> Reply:
         """Reply with a user message: `Reply.say("colder", reward=0.0)`."""
-        return Reply((_observed_message(text),), **more)
-
-
-def _observed_message(observation: Observation) -> Message:
-    if isinstance(observation, str):
-        return {"role": "user", "content": observation}
-    kinds = (("image" if isinstance(piece, bytes) else "text", piece) for piece in observation)
-    return {"role": "user", "content": [{"type": kind, kind: piece} for kind, piece in kinds]}
+        return Reply(({"role": "user", "content": content_of(text)},), **more)
 
 
 class TurnArgs(BaseModel):
@@ -372,7 +363,7 @@ class EnvWorkflow(MultiTurnWorkflow):
         self._state = self.state()
         instruction = self.instruction(task)
         system = [{"role": "system", "content": instruction}] if instruction else []
-        return [*system, _observed_message(self._observation)]
+        return [*system, {"role": "user", "content": content_of(self._observation)}]
 
     async def react(self, answer: Completion) -> Reply:
         previous_state = self._state

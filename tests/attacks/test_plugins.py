@@ -238,7 +238,7 @@ async def test_m3_a_tool_that_ends_is_an_error_that_the_model_is_told(
     box = Toolbox([FunctionTool(waits if asynchronous else plain, name="it")])
     (result,) = await box.run([ToolCall("it", {})])
     assert result.error and re.search(
-        "StopIteration" if how == "StopIteration" else f"tool it {says}", result.text
+        "StopIteration" if how == "StopIteration" else f"tool it {says}", result.content
     )
 
 

@@ -184,7 +184,11 @@ def trinity(
     _replaceable("-o", out)
     file = convert_file(source)
     console = _console(sys.stdout if out is not None else sys.stderr)
-    for title, changes in (("renamed", file.renamed), ("dropped", file.dropped)):
+    for title, changes in (
+        ("renamed", file.renamed),
+        ("added", file.added),
+        ("dropped", file.dropped),
+    ):
         if changes:
             console.print(f"[bold]{title}[/] ({len(changes)})")
             _table(console, [(str(c.line or ""), c.key, c.text) for c in changes])

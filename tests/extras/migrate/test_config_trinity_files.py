@@ -18,7 +18,7 @@ from rft.config.schema.source import undotted
 from rft.errors import ConfigError
 from rft.extras.migrate.compat.keys.not_offered import INSTEAD
 from rft.extras.migrate.compat.keys.trinity_keys import DROPPED, MOVED
-from rft.extras.migrate.convert.trinity import convert_file
+from rft.extras.migrate.convert.trinity import convert, convert_file
 from rft.extras.migrate.convert_command import trinity
 from rft.preflight.check import check
 from rft.preflight.check_report import Report
@@ -226,6 +226,30 @@ def test_a_file_with_its_trainers_half_is_converted(tmp_path: Path) -> None:
         "priority_fn_args": {"decay": 0.1},
     }
     assert made["buffer"]["explorer_input"]["taskset"]["format"]["system_prompt"] == "Be brief."
+
+
+@pytest.mark.parametrize(
+    ("freeze", "lora", "trains"),
+    [(None, False, True), (False, False, True), (True, False, False), (None, True, None)],
+)
+def test_the_vision_tower_is_trained_where_trinity_trains_it(
+    freeze: bool | None, lora: bool, trains: bool | None
+) -> None:
+    values = yaml.safe_load(FILES["grpo_vlm"].read_text())
+    if freeze is not None:
+        actor = {"actor": {"freeze_vision_tower": freeze}}
+        values["trainer"]["trainer_config"] = {"actor_rollout_ref": actor}
+    if lora:
+        values["model"]["lora_configs"] = [{"name": "a", "lora_rank": 8}]
+    file = convert(values, {})
+    assert file.values["trainer"].get("train_vision") is trains
+    said = [c.text for c in file.added]
+    assert said == ["true: Trinity-RFT trains the vision tower too"] * (freeze is None and not lora)
+
+
+def test_texts_alone_train_no_tower() -> None:
+    file = convert_file(FILES["grpo_gsm8k"])
+    assert "train_vision" not in file.values["trainer"] and not file.added
 
 
 def test_a_missing_trainers_half_is_named(tmp_path: Path) -> None:

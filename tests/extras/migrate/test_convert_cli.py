@@ -283,6 +283,25 @@ def test_bad_scripts_are_told(text: str, says: str, tmp_path: Path, capsys: Any)
     assert says in said and "Traceback" not in said
 
 
+def test_several_turns_with_images_on_sglang_are_taken_for_another_engine(
+    tmp_path: Path, capsys: Any
+) -> None:
+    script = Path(__file__).parent / "scripts" / "geo3k_multiturn.sh"
+    out = tmp_path / "o.yaml"
+    assert rft(script, "-o", out) == 2 and not out.exists()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "the sglang engine is not offered; --set explorer.rollout_model" in shown
+    assert "geo3k_multiturn_grpo is a file that is not read here" in shown
+    assert rft(script, "-o", out, "--set", "explorer.rollout_model.engine_type=vllm") == 0
+    assert not check(out, schema_only=True).errors
+    values = yamlfile.parse(out.read_text(), out.name)[0]
+    (taskset,) = values["buffer"]["explorer_input"]["tasksets"]
+    assert taskset["format"] == {"image_key": "images", "preset": "verl"}
+    assert taskset["workflow_args"]["tool_config_path"].endswith("/geo3k_tool_config.yaml")
+    assert values["buffer"]["explorer_input"]["default_workflow_type"] == "tool_workflow"
+    assert values["trainer"]["train_vision"] is True
+
+
 def test_evaluation_writes_no_yaml(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "eval.sh"
     out = tmp_path / "o.yaml"

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from rft.config.context import Problems
-from rft.preflight.compared_prompts import overlap
+from rft.preflight.compared_prompts import TaskText, near, overlap, shared_prompts
+from rft.types.images import Image
 from rft.types.task import Task
 from tests.helpers.asked_ledger import said
 from tests.helpers.runs import TINY
@@ -47,6 +48,18 @@ def test_tasks_are_read_where_training_and_evaluation_can_be_compared(
     both = len(set(kinds)) == 2
     assert [r.read for r in rows] == [3 if both else 0] * len(rows)
     assert len(problems.warnings) == both
+
+
+def test_equal_questions_about_different_images_are_different_tasks() -> None:
+    question = {"type": "text", "text": "which of these colours is it?"}
+    images = [Image.of(data) for data in (b"red", b"blue", b"red")]
+    chats = [({"role": "user", "content": [x.part, question]},) for x in images]
+    red, blue, again = (
+        TaskText.of(Task(taskset="t", index=i, messages=chat, images=(x,), workflow="math"))
+        for i, (chat, x) in enumerate(zip(chats, images, strict=True))
+    )
+    assert shared_prompts([red, blue], [again]) == ([(again, red)], [])
+    assert shared_prompts([blue], [red]) == ([], []) and near([red, blue]) == []
 
 
 @pytest.mark.parametrize("name", ["content", "contant"])

@@ -292,7 +292,7 @@ def test_turns_have_veRLs_names_too():
 async def test_a_slow_tool_is_not_waited_for():
     box = Toolbox([FunctionTool(slow)], timeout_s=0.05)
     (result,) = await box.run(in_text(call("slow")))
-    assert result.error and result.text == "Error: slow took longer than 0.05 s"
+    assert result.error and result.content == "Error: slow took longer than 0.05 s"
 
 
 @pytest.mark.extra("sandbox")
@@ -317,7 +317,7 @@ async def test_waiting_for_a_free_sandbox_is_not_the_time_of_a_tool():
         assert not (await asyncio.wait({running}, timeout=0.3))[0]
     finally:
         go.set()
-    assert (await busy, [r.text for r in await running]) == (True, ["done"])
+    assert (await busy, [r.content for r in await running]) == (True, ["done"])
     sandbox.close()
 
 
@@ -347,7 +347,7 @@ async def test_verls_methods_may_block_and_are_called_after_create():
     box = Toolbox(
         [toolrun.ClassTool(made, {"type": "function", "function": {"name": "t"}})], parallel=2
     )
-    assert [r.text for r in await box.run(in_text(call("t") + call("t")))] == ["True", "True"]
+    assert [r.content for r in await box.run(in_text(call("t") + call("t")))] == ["True", "True"]
     await box.close()
     assert made.created == [] and made.threads == {"tool execute", "tool release"}
 
@@ -367,7 +367,7 @@ async def test_a_verl_tool_whose_create_failed_is_created_by_the_next_call():
             return self.asked - 2, None, {}
 
     box = Toolbox([toolrun.ClassTool(Busy(), {"type": "function", "function": {"name": "t"}})])
-    said = [(await box.run(in_text(call("t"))))[0].text for _ in range(2)]
+    said = [(await box.run(in_text(call("t"))))[0].content for _ in range(2)]
     await box.close()
     assert said == ["Error: OSError: busy", "0"]
 
@@ -502,6 +502,31 @@ def test_a_tool_file(folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("takes", "adds", "count"),
+    [
+        ("instance_id", "0", 5),
+        ("instance_id, more=0", "more", 45),
+        ("instance_id, create_kwargs=None", "create_kwargs['more']", 45),
+        ("instance_id, more=0, **kwargs", "more + len(kwargs['create_kwargs'])", 46),
+    ],
+)
+async def test_create_gets_what_the_row_has_for_its_tool(
+    takes: str, adds: str, count: int, folder: Path
+) -> None:
+    """veRL's tools of geo3k and gsm8k compare with the ground truth that stands there."""
+    create = "async def create(self, {}):\n        self.open[instance_id] = self.start{}"
+    mine = create.format(takes, f" + {adds}")
+    (folder / "tools.py").write_text(
+        TOOLS.replace(create.format("instance_id, **kwargs", ""), mine)
+    )
+    of_tools = {"count": {"create_kwargs": {"more": 40}}, "other": None}
+    row = {"extra_info": {"index": 3, "tools_kwargs": of_tools}}
+    box = Toolbox(await toolrun.load_tool_file(str(folder / "tools.yaml"), row))
+    (result,) = await box.run(in_text(call("count", by=0)))
+    assert result.content == f"now {count}"
+
+
 async def test_a_tool_file_in_the_home_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -546,7 +571,7 @@ async def test_a_server_in_this_process() -> None:
     )
     box = Toolbox([tool])
     results = await box.run([*in_text(call("double", n=4)), *in_text("<tool_call>{</tool_call>")])
-    assert results[0].text == "8" and results[1].error
+    assert results[0].content == "8" and results[1].error
 
 
 @pytest.mark.e2e  # starting the program takes seconds
@@ -573,7 +598,7 @@ async def test_an_mcp_server_that_dies_is_started_again_for_the_next_run(folder:
     for _ in range(2):
         box = Toolbox(await toolrun.mcp_tools(str(folder / "servers.json")), parallel=3)
         for tool, args in (("double", {"n": 4}), ("nothing", {}), ("end", {})):
-            said += [r.text for r in await box.run(in_text(call(tool, **args)))]
+            said += [r.content for r in await box.run(in_text(call(tool, **args)))]
     assert said == ["8", "", "Error: MCPError: Connection closed"] * 2
 
 

@@ -32,7 +32,7 @@ _OFF = "it is off here too"
 
 @dataclass(frozen=True)
 class KeyChange:
-    """A key that was renamed (`text`: its new name) or dropped (`text`: the reason)."""
+    """A key that was renamed (`text`: its new name), added or dropped (`text`: the reason)."""
 
     key: str
     text: str
@@ -45,6 +45,7 @@ class ConvertedFile:
 
     values: dict[str, Any]
     renamed: list[KeyChange] = field(default_factory=list)
+    added: list[KeyChange] = field(default_factory=list)
     dropped: list[KeyChange] = field(default_factory=list)
 
 
@@ -165,6 +166,7 @@ def _convert_tree(
             continue
         for name in list(section):
             _convert_key(section, (*at_section, name), change, file)
+    _train_vision(tree, change, file)
     _name_plugins(tree)
 
 
@@ -233,6 +235,17 @@ def _move_expert_rows(tree: dict[str, Any], change: Any, file: ConvertedFile) ->
         file.renamed.append(change(loc, "buffer.trainer_input.auxiliary_buffers.sft_dataset"))
     else:
         file.dropped.append(change(loc, "sft_warmup_steps is 0: nothing reads it"))
+
+
+def _train_vision(tree: dict[str, Any], change: Any, file: ConvertedFile) -> None:
+    """Train the vision tower where rows show images, unless an adapter alone is trained."""
+    inputs = mappings(_section(tree, ["buffer"]))
+    shows = any(_section(section, ["format"]).get("image_key") for section, _ in inputs)
+    written = "train_vision" in _section(tree, ["trainer"])
+    if shows and not written and not _section(tree, ["model"]).get("lora_configs"):
+        put(tree, "trainer.train_vision", True, "trainer.train_vision", lambda at: "")
+        text = "true: Trinity-RFT trains the vision tower too"
+        file.added.append(change(("trainer", "train_vision"), text))
 
 
 def _lookup(table: Mapping[str, str], key: str) -> str:

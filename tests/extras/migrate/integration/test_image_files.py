@@ -1,5 +1,5 @@
 """Files of veRL and Trinity-RFT whose rows show images: converted, they pass `rft check` with a tiny
-model that sees and made rows, and play three steps.
+model that sees and made rows, and play three steps.  One offers a tool.
 """
 
 from __future__ import annotations
@@ -40,6 +40,26 @@ SMALL = (
     "monitor.monitor_type=[]",
 )
 IN = "buffer.explorer_input"
+GIVEN = {
+    "verl": ("verl", "scripts/grpo_images.sh"),
+    "multiturn": (
+        "verl",
+        "scripts/geo3k_multiturn.sh",
+        "--set",
+        "explorer.rollout_model.engine_type=vllm",
+    ),
+    "trinity": ("trinity", "trinity_files/grpo_vlm.yaml"),
+}
+TOOL = """
+tools:
+  - class_name: grade.py:Grade
+    tool_schema: {type: function, function: {name: grade, parameters: {type: object, properties: {}}}}
+"""
+GRADE = """
+class Grade:
+    def __init__(self, config, schema): ...
+    def execute(self, instance_id, parameters): return "right", 1.0, {}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +94,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def converted(kind: str, folder: Path) -> Path:
-    given = {"verl": "scripts/grpo_images.sh", "trinity": "trinity_files/grpo_vlm.yaml"}
+    tool, name, *more = GIVEN[kind]
     out = folder / f"{kind}.yaml"
-    done = rft("convert", kind, HERE / given[kind], "-o", out)
+    done = rft("convert", tool, HERE / name, "-o", out, *more)
     assert done.code == 0, done.output
     return out
 
@@ -85,10 +105,15 @@ def brought(kind: str, model: Path, data: Path, folder: Path) -> list[str]:
     """Return the overrides that name model and data."""
     sets = ("taskset",) if kind == "trinity" else ("tasksets.0", "eval_tasksets.0")
     paths = [f"{IN}.{name}.path={data}" for name in sets]
+    if kind == "multiturn":
+        (folder / "tools.yaml").write_text(TOOL)
+        (folder / "grade.py").write_text(GRADE)
+        key = "workflow_args.tool_config_path"
+        paths += [f"{IN}.{name}.{key}={folder}/tools.yaml" for name in sets]
     return [f"model.model_path={model}", f"checkpoint_root_dir={folder}/runs", *paths]
 
 
-@pytest.mark.parametrize("kind", ["verl", "trinity"])
+@pytest.mark.parametrize("kind", GIVEN)
 def test_a_converted_file_passes_the_check_and_plays_three_steps(
     kind: str,
     model: Path,

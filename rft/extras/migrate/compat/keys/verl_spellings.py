@@ -27,6 +27,7 @@ _SET_BY_ITSELF = {  # what Trinity-RFT writes over, whatever stands there
 # other names of the same choice; a name that is not listed stays as it is
 _VALUES: dict[str, dict[Any, Any]] = {
     "actor_rollout_ref.actor.kl_loss_type": {"kl": "k1", "mse": "k2", "k3": "low_var_kl"},
+    "actor_rollout_ref.actor.freeze_vision_tower": {True: False, False: True},
     "actor_rollout_ref.rollout.name": {"hf": "transformers"},
     "actor_rollout_ref.model.use_remove_padding": LAYOUT,
     "critic.model.use_remove_padding": LAYOUT,
