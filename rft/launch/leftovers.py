@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from typing import TypeVar
 
 import psutil
 
-from rft.worker.keeper import adopt_orphans
+from rft.worker.keeper import adopt_orphans, children
 from rft.worker.waiting import works
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ MARK = "RFT_LEFTOVER_MARK"
 SHM = Path("/dev/shm")
 SETTLED_S = 10.0
 GRACE_S = 5.0  # for processes to end
+REAP_S = 10.0  # between two looks for orphans that have ended
 _SHM_NAMES = re.compile(r"psm_|__KMP_REGISTERED_LIB_|vllm_dist_|rft-|sem\.mp-|plasma|ray")
 _OWNER_IN_NAME = re.compile(
     r"(?:__KMP_REGISTERED_LIB_|rft-weights-|rft-vllm-|rft-pg-|rft-engine-)(\d+)[_-]"
@@ -201,7 +203,8 @@ def collected() -> Iterator[list[str]]:
     before = {_key(p) for p in psutil.Process().children()}
     adopt_orphans(True)
     try:
-        yield ended
+        with _reaping():
+            yield ended
     finally:
         with works("ending what the run left"):
             until = time.monotonic() + GRACE_S
@@ -224,6 +227,38 @@ def collected() -> Iterator[list[str]]:
                     break
             adopt_orphans(False)
             ended += _remove_files()
+
+
+@contextlib.contextmanager
+def _reaping() -> Iterator[None]:
+    """Reap adopted orphans: each runtime of an agent leaves one, and process numbers are few."""
+    over = threading.Event()
+
+    def reap() -> None:
+        while not over.wait(REAP_S):
+            for pid in filter(_is_ended_orphan, children()):
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+
+    thread = threading.Thread(target=reap, name="reap-orphans", daemon=True)
+    if sys.platform == "linux":
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if thread.ident is not None:
+            thread.join()
+
+
+def _is_ended_orphan(pid: int) -> bool:
+    """Return whether a child that has ended was certainly started by another process, so that no
+    code here waits for it: a child of ours has our session or leads its own.
+    """
+    stat = _quietly(Path(f"/proc/{pid}/stat").read_text) or "0 () X 0 0 0"
+    name, _, rest = stat.partition("(")[2].rpartition(")")
+    state, _, _, session, *_ = rest.split()
+    return state == "Z" and (int(session) not in (os.getsid(0), pid) or name == "conmon")
 
 
 # ------------------------------------------------------------ processes

@@ -112,7 +112,7 @@ def trained(args: dict[str, Any], model: Path, folder: Path) -> list[dict[str, A
         f"buffer.explorer_input.taskset.path={folder / 'tasks.jsonl'}",
         f"model.model_path={model}",
         f"checkpoint_root_dir={folder / 'runs'}",
-        "model.max_prompt_tokens=1000",
+        "model.max_prompt_tokens=500",
         "model.max_response_tokens=4",
         "explorer.rollout_model.engine_type=transformers",
         "algorithm.repeat_times=2",
@@ -180,7 +180,7 @@ def address(uv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     ) as server:
         assert server.stdout is not None
         for text in server.stdout:
-            if b"running on" in text:
+            if b"startup complete" in text:
                 break
         yield f"http://127.0.0.1:{(tmp_path / 'nemo_gym.port').read_text()}"
         server.terminate()

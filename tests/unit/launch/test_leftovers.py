@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Collection, Iterator
@@ -252,6 +253,27 @@ def test_memory_of_a_process_that_the_end_of_a_run_ends() -> None:
     assert done[0].startswith(f"ended process {child.pid} ") and done[1:] == [
         f"removed shared memory {file}"
     ]
+
+
+def test_an_orphan_that_ends_meanwhile_is_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first process of each runtime; a child's exit code is still there for its Popen."""
+    monkeypatch.setattr(leftovers, "REAP_S", 0.05)
+    code = (
+        "import os, subprocess, sys; os.setsid(); "
+        "p = subprocess.Popen(['cat'], stdin=subprocess.PIPE); print(p.pid); sys.exit(7)"
+    )
+    with leftovers.collected():
+        children = [
+            subprocess.Popen([sys.executable, "-I", "-c", code], stdout=subprocess.PIPE, text=True)
+            for _ in range(2)
+        ]
+        orphans = [int(child.stdout.readline()) for child in children if child.stdout]
+        until = time.monotonic() + 60
+        while any(map(psutil.pid_exists, orphans)):
+            assert time.monotonic() < until
+            threading.Event().wait(0.02)
+        os.waitid(os.P_PID, children[0].pid, os.WEXITED | os.WNOWAIT)
+        assert [(child.communicate(), child.returncode)[1] for child in children] == [7, 7]
 
 
 def test_a_part_ends_what_it_was_before_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
