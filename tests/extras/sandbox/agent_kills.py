@@ -119,12 +119,7 @@ def _found(part: str, run: runs.Run, run_dir: Path) -> list[psutil.Process]:
     if part not in ("everything", *INSIDE[:3]):
         return [p for p in runs.parts(run_id) if runs.role(p) == part]
     family = [command, *_below(command)]
-    owners = {p.pid for p in family}
-    monitors = [
-        p
-        for p in _monitors(psutil.process_iter())
-        if p.pid in owners or any(f"rft-{pid}-" in " ".join(_line(p)) for pid in owners)
-    ]
+    monitors = _monitors(family)  # the run adopts Podman's
     inside = [child for p in monitors for child in _below(p)]
     if part == "everything":
         return [*family, *monitors, *inside]
@@ -165,10 +160,15 @@ def _kill(processes: Sequence[psutil.Process]) -> int:
 
 
 def _below(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
+    """Return the descendants, without a look at any other process: an agent is soon gone."""
+    found = []
+    for children in Path(f"/proc/{process.pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for pid in children.read_text().split():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child = psutil.Process(int(pid))
+                    found += [child, *_below(child)]
+    return found
 
 
 def _line(process: psutil.Process | None) -> list[str]:
