@@ -11,6 +11,7 @@ its order is answered with an error.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -59,7 +60,8 @@ def main(argv: list[str]) -> None:
         os.setresuid(0, 0, 0)
         listener = _enter(setup)
     except OSError as e:
-        control.send(json.dumps({"error": str(e)}).encode())
+        busy = e.errno == errno.EAGAIN  # too many processes, now
+        control.send(json.dumps({"error": str(e), "busy": busy}).encode())
         return
     with contextlib.ExitStack() as stack:
         fds = [stack.enter_context(listener).fileno()] if listener else []

@@ -129,7 +129,10 @@ class MachineRuntime:
             assert self._room.stderr is not None
             reason = self._room.stderr.read(4096).decode(errors="replace").strip()
             raise RuntimeFailed(f"the runtime ended at its start: {reason[-500:]}")
-        if error := json.loads(message).get("error"):
+        answer = json.loads(message)
+        if error := answer.get("error"):
+            if answer["busy"]:
+                raise RuntimeFailed(f"the machine is too busy to start a runtime: {error}")
             raise SandboxUnavailable(
                 f"runtimes cannot be had on this machine ({error}); {SWITCH_ON}"
             )

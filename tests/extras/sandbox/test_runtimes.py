@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -162,3 +163,10 @@ def test_an_engine_without_snapshots_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_another_image_needs_containers() -> None:
     with pytest.raises(SandboxUnavailable, match="in place of an image"):
         MachineDriver().start(RuntimeSpec(image="python:3.12"))
+
+
+def test_a_busy_machine_fails_a_run_and_not_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = b'{"error": "[Errno 11] Resource temporarily unavailable", "busy": true}'
+    monkeypatch.setattr(socket, "recv_fds", lambda *arguments: (answer, [], 0, None))
+    with pytest.raises(RuntimeFailed, match="too busy to start a runtime"):
+        MachineDriver().start(RuntimeSpec())
