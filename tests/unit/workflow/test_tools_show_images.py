@@ -38,9 +38,9 @@ def photo() -> list:
 
 @app.tool()
 def files() -> list:
-    note = TextResourceContents(uri="file:///a.txt", text="a note")
+    note = TextResourceContents(uri="note:/a.txt", text="a note")
     blob = base64.b64encode(RED).decode()
-    scan = BlobResourceContents(uri="file:///a.png", mime_type="image/png", blob=blob)
+    scan = BlobResourceContents(uri="note:/a.png", mime_type="image/png", blob=blob)
     return [EmbeddedResource(resource=note), EmbeddedResource(resource=scan)]
 
 
