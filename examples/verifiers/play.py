@@ -1,10 +1,9 @@
 """Play one task of an environment of verifiers (v1) with the policy, and post its reward.
 
     python play.py '{"taskset": {"id": "largest"}}' < number_of_the_task
-    python play.py '{"taskset": {"id": "largest"}}' --tasks 64 > tasks.jsonl
 
-The first is what `agent_command_workflow` runs, by a Python that has verifiers.  Every agent that
-names no model of its own is the policy, and the mean reward of its runs is the run's.
+`agent_command_workflow` runs it, by a Python that has verifiers.  Every agent that names no model
+of its own is the policy, and the mean reward of its runs is the run's.
 """
 
 from __future__ import annotations
@@ -37,12 +36,7 @@ async def play(env: vf.Env, number: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("env", type=json.loads, help="its configuration, as JSON")
-    parser.add_argument("--tasks", type=int, help="print rows for so many tasks")
     options = parser.parse_args()
-    if options.tasks is not None:
-        for number in range(options.tasks):
-            print(json.dumps({"prompt": str(number)}))
-        return
     # its harnesses call `uv`, which is beside this Python
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = vf.load_environment(vf.resolve_env_config(options.env))

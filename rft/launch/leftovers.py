@@ -208,22 +208,22 @@ def collected() -> Iterator[list[str]]:
     finally:
         with works("ending what the run left"):
             until = time.monotonic() + GRACE_S
-            while children := [
+            while remaining := [
                 p
                 for p in me.children()
                 if _key(p) not in before and not _HELPERS.search(_command(p))
             ]:
                 ended += [
                     f"ended process {_describe(p)}"
-                    for p in children
+                    for p in remaining
                     if _quietly(p.status) != psutil.STATUS_ZOMBIE
                 ]
-                for process in children:
+                for process in remaining:
                     _quietly(process.kill)
-                psutil.wait_procs(children, timeout=max(0.0, until - time.monotonic()))
+                psutil.wait_procs(remaining, timeout=max(0.0, until - time.monotonic()))
                 if time.monotonic() > until:
-                    names = ", ".join(map(_describe, children))
-                    ended.append(f"{len(children)} processes could not be ended: {names}")
+                    names = ", ".join(map(_describe, remaining))
+                    ended.append(f"{len(remaining)} processes could not be ended: {names}")
                     break
             adopt_orphans(False)
             ended += _remove_files()

@@ -191,7 +191,7 @@ class CommandAgent(AgentWorkflow):
     of rft's own variables, only PATH, HOME, LANG and similar ones.  Its standard input is one JSON
     object, {prompt, messages, tools}, without the truth. The taskset's reward scores the run, or
     without one the reward posted to /v1/reward.  An exit code other than 0 fails the run, with the
-    end of the error output.
+    ends of its output and its error output.
     """
 
     def __init__(self, **args: Any) -> None:
@@ -261,7 +261,7 @@ class CommandAgent(AgentWorkflow):
                 f"output"
             )
         if code != 0:
-            texts = [stream.result().strip()[-_ERROR_CHARS:] for stream in (err, out)]
+            texts = [stream.result().strip()[-_ERROR_CHARS:] for stream in (out, err)]
             text = "\n".join(filter(None, texts)) or "no output"
             raise AgentFailed(f"{self.args.command[0]} ended with exit code {code}: {text}")
         return ProcessOutput(out.result())

@@ -28,7 +28,6 @@ from tests.helpers.calling_engine import Called, CallingEngine
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "verifiers"
 PYTHON = Path(os.environ.get("VERIFIERS_PYTHON", "no Python"))
-AGENT = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
 COUNTER = "resources_servers.example_session_state_mgmt.app:StatefulCounterResourcesServer"
 LENGTHS = """
 import verifiers.v1 as vf
@@ -68,11 +67,21 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def workflow_args(**changed: Any) -> dict[str, Any]:
+def workflow_args() -> dict[str, Any]:
     """Return those of the example."""
     plan = check(EXAMPLE / "config.yaml", schema_only=True).plan
     assert plan is not None
-    return plan.explorer.tasksets[0].workflow_args | changed
+    return plan.explorer.tasksets[0].workflow_args
+
+
+def of_taskset(taskset: dict[str, Any], **env: str) -> dict[str, Any]:
+    """Return the example's arguments with another taskset of verifiers and environment variables."""
+    args = workflow_args()
+    *program, played = args["command"]
+    return args | {
+        "command": [*program, json.dumps(json.loads(played) | {"taskset": taskset})],
+        "env": env,
+    }
 
 
 @pytest.mark.parametrize(("answer", "reward"), [("It is 72.", 1.0), ("It is 13.", 0.0)])
@@ -95,9 +104,7 @@ async def test_the_example_plays(answer: str, reward: float) -> None:
 def lengths(tmp_path: Path) -> dict[str, Any]:
     """Arguments of the workflow for an environment that rewards what a tiny model can do."""
     (tmp_path / "lengths.py").write_text(LENGTHS)
-    env = json.dumps({"taskset": {"id": "lengths"}, **AGENT})
-    command = [str(PYTHON), str(EXAMPLE / "play.py"), env]
-    return workflow_args(command=command, env={"PYTHONPATH": str(tmp_path)})
+    return of_taskset({"id": "lengths"}, PYTHONPATH=str(tmp_path))
 
 
 async def test_an_environment_that_fails_is_a_failed_run(lengths: dict[str, Any]) -> None:
@@ -161,8 +168,7 @@ def uv(monkeypatch: pytest.MonkeyPatch) -> Path:
 def counter(**task: Any) -> dict[str, Any]:
     """Return arguments of the workflow for the example of NeMo Gym."""
     taskset = {"id": "counter", "dataset": str(EXAMPLE / "counter.jsonl"), "task": task}
-    command = [str(PYTHON), str(EXAMPLE / "play.py"), json.dumps({"taskset": taskset, **AGENT})]
-    return workflow_args(command=command, env={"UV_PYTHON": os.environ["UV_PYTHON"]})
+    return of_taskset(taskset, UV_PYTHON=os.environ["UV_PYTHON"])
 
 
 async def test_an_environment_of_nemo_gym_plays(uv: Path) -> None:

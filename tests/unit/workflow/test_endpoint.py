@@ -489,7 +489,7 @@ async def test_a_program_is_an_agent():
     args = {"command": command, "env": {"CODE": "3"}}
     group = await play(engine, "agent_command_workflow", workflow_args=args, reward="exact_answer")
     assert "exit code 3: 4" in group.rows[0].reason, "what it printed"
-    talk = "import sys; sys.exit('first ' + 1000 * 'x' + ' last')"
+    talk = "import sys; print(1000 * 'y'); sys.exit('first ' + 1000 * 'x' + ' last')"
     args = {"command": [sys.executable, "-c", talk]}
     group = await play(engine, "agent_command_workflow", workflow_args=args, reward="exact_answer")
     reason = group.rows[0].reason

@@ -20,6 +20,7 @@ from rft.types.task import SamplingArgs, Task
 from rft.workflow.toolrun import ClassTool, ToolWorkflow
 from rft.workflow.tools import Toolbox, in_text
 from rft.workflow.turns import Reply
+from tests.unit.workflow.test_tools_in_runs import call
 
 RED = tiny_vision.picture((220, 30, 30))
 SERVER = f"""
@@ -63,10 +64,6 @@ TASK = Task(
 
 def text(words: str) -> dict[str, str]:
     return {"type": "text", "text": words}
-
-
-def call(name: str) -> str:
-    return f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
 
 
 @pytest.fixture
@@ -148,10 +145,7 @@ class Own(ToolWorkflow):
 
 
 def test_functions_return_images_among_texts() -> None:
-    said = [
-        f'<tool_call>{{"name": "look", "arguments": {{"colour": "{c}"}}}}</tool_call>'
-        for c in ("red", "only", "torn", "text")
-    ]
+    said = [call("look", colour=colour) for colour in ("red", "only", "torn", "text")]
     model = ScriptedModel(*said, "done")
     run_workflow(Own, TASK, model, reward="exact_answer")
     part = Image.of(RED).part
