@@ -77,8 +77,15 @@ class Side(harness.Child):
     """One trainer in a process of its own; `step` makes one train step."""
 
     def __init__(
-        self, python: Path | str, script: str, spec: dict[str, Any], folder: Path, threads: int
+        self,
+        python: Path | str,
+        script: str,
+        spec: dict[str, Any],
+        folder: Path,
+        threads: int,
+        tree: Path = harness.ROOT,
     ) -> None:
+        """`tree`: the folder whose rft is imported."""
         folder.mkdir()
         path = folder / "spec.json"
         path.write_text(json.dumps({**spec, "folder": str(folder)}))
@@ -87,7 +94,11 @@ class Side(harness.Child):
             [python, harness.ROOT / "scripts" / script, path],
             ready_s=START_S,
             answer_s=STEP_S,
-            env={**trainer_environment(threads), "HF_HUB_OFFLINE": "1"},
+            env={
+                **trainer_environment(threads),
+                "HF_HUB_OFFLINE": "1",
+                "PYTHONPATH": str(tree),
+            },
         )
         self.folder = folder
         self.reports = list[dict[str, Any]]()

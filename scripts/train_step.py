@@ -1,7 +1,7 @@
 """rft's trainer on recorded rollouts, one train step whenever it is told to: the side of
 `bench_trainer.py` that is ours.
 
-    python scripts/train_step.py SPEC.json      with {model, rollouts, lr, noise, folder}
+    python scripts/train_step.py SPEC.json      with {model, rollouts, lr, noise, folder, [overrides]}
 
 It runs the training loop, the ranks and the learner that `rft run` runs, with the settings that a
 configuration gives; the buffer is a reader that holds one block of rows and leases it for every
@@ -63,6 +63,7 @@ def plan(spec: dict[str, Any], groups: int, runs: int, longest: tuple[int, int])
         f"buffer.batch_size={groups}",
         f"algorithm.repeat_times={runs}",
         f"algorithm.optimizer.lr={spec['lr']}",
+        *spec.get("overrides", ()),
     ]
     config = Path(spec["folder"]) / "ours.yaml"
     config.write_text(json.dumps(CONFIG | {"checkpoint_root_dir": spec["folder"]}))
