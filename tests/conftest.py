@@ -191,11 +191,13 @@ def _logging_as_it_was() -> Iterator[None]:
     silenced = logging.root.manager.disable
     secrets = set(logs._values)
     yield
-    logging.disable(silenced)
+    if logging.root.manager.disable != silenced:
+        logging.disable(silenced)
     logs._values.intersection_update(secrets)
     for x in loggers():
         level, x.propagate, x.disabled = before.get(x, (logging.NOTSET, True, False))
-        x.setLevel(level)
+        if x.level != level:  # setting one empties what every logger remembers
+            x.setLevel(level)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -62,6 +62,7 @@ def _as_expected(library: Path, names: list[str]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.e2e
 def test_learner_steps_on_a_gpu_without_new_waits(library: Path) -> None:
     _as_expected(library, list(FEW))
 
