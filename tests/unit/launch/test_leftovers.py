@@ -182,7 +182,7 @@ def test_clean_ends_and_removes_what_a_dead_run_left() -> None:
         (temp / f"rft-vllm-{dead.pid}-a").mkdir()
         (temp / f"rft-vllm-{os.getpid()}-a").mkdir()
         later = time.time() + 3600  # new, however long this test takes
-        for new in (leftovers.SHM / "psm_new", leftovers.SHM / "unknown", temp / "rft-just-made"):
+        for new in (leftovers.SHM / "psm_new", temp / "rft-just-made"):
             os.utime(new, (later, later))
         done = leftovers.clean(run_id)
         assert len(done) == 6 and done[0].startswith(f"ended process {ours.pid} ")
