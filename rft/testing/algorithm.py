@@ -94,7 +94,8 @@ def try_algorithm(
     `rft.register` has registered.  Raises ConfigError for unknown parts and wrong arguments, and
     what a part raises.
     """
-    algorithm = build(_settings(algorithm_type, parts))
+    settings = _settings(algorithm_type, parts)
+    algorithm = build(settings)
     experiences = [_experience(i, row) for i, row in enumerate(rows)]
     groups = dict.fromkeys(x.group for x in experiences)
     stats = tuple(
@@ -117,7 +118,9 @@ def try_algorithm(
     for micro in share.micro_batches:
         at = [next(places) for _ in micro]
         policy = [rows[i].logprobs if rows[i].new is None else rows[i].new for i in at]
-        value, parts_of = gradients(algorithm, micro, denominators, policy)
+        value, parts_of = gradients(
+            algorithm, micro, denominators, policy, bypass=settings.bypass_old_logprobs
+        )
         loss += value
         for i, row, part in zip(at, micro, parts_of, strict=True):
             weights = np.ones(len(part)) if row.weights is None else row.weights
@@ -135,18 +138,22 @@ def gradients(
     micro: Sequence[TrainRow],
     denominators: Denominators,
     policy: Sequence[Any] | None = None,
+    *,
+    bypass: bool = False,
 ) -> tuple[float, list[np.ndarray]]:
     """Return the loss of a micro-batch and its gradient [L] by the log-probs of each row's tokens.
 
     `policy`: log-probs [L] of the trained policy; None: those of the policy that sampled.
+    `bypass`: the losses' ratio is against the policy that sampled, also in rows with old log-probs.
     """
     lengths = [int(row.loss_mask.sum()) for row in micro]
 
     def packed(values: Sequence[Any]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([np.float64(v) for v in values]))
+        return torch.from_numpy(np.concatenate([np.asarray(v, np.float64) for v in values]))
 
     sampled = [row.logprobs[row.loss_mask] for row in micro]
-    theta = packed(sampled if policy is None else policy).requires_grad_()
+    trained = sampled if policy is None else policy
+    theta = packed(trained).requires_grad_()
     keep = [
         np.ones(n, np.bool_) if r.keep is None else r.keep
         for r, n in zip(micro, lengths, strict=True)
@@ -154,7 +161,9 @@ def gradients(
     x = LossInputs(
         logprobs=theta,
         old_logprobs=packed(
-            [s if row.old is None else row.old for row, s in zip(micro, sampled, strict=True)]
+            sampled
+            if bypass
+            else [p if row.old is None else row.old for row, p in zip(micro, trained, strict=True)]
         ),
         ref_logprobs=packed(
             [s if row.ref is None else row.ref for row, s in zip(micro, sampled, strict=True)]
@@ -188,6 +197,8 @@ def _settings(algorithm_type: str, parts: Mapping[str, Any]) -> AlgorithmSetting
     names = {f.name for f in fields(AlgorithmSettings)}
     values = {name: value for name, value in vars(defaults).items() if name in names}
     values["entropy_loss_fn"] = "none"  # hand-written rows have no logits
+    correction = parts.get("rollout_correction")
+    values["bypass_old_logprobs"] = correction is None or correction.bypass_mode
     for name, part in parts.items():
         marked = mark_of(part) if callable(part) else None
         values[name] = part if marked is None else marked.name
