@@ -7,6 +7,7 @@ alike.  Invariant: what passes here is accepted by the part itself.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,7 @@ from rft.algorithm.args import Args, NoArgs
 from rft.algorithm.base import AlgorithmDefaults
 from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import ConfigError, ConfigErrors, nearest
-from rft.plugins import REGISTRY, Plugin
+from rft.plugins import REGISTRY, Plugin, check_call
 
 BUILT = {
     "advantage_fn": "advantage",
@@ -136,7 +137,16 @@ def part_model(kind: str, name: str, *, key: str) -> type[BaseModel]:
     if (model := shipped().get((kind, name))) is not None:
         return model
     if ":" in name or name in REGISTRY.names(kind):
-        args = REGISTRY.get(kind, name).args
+        plugin = REGISTRY.get(kind, name)
+        args = plugin.args
+        if not inspect.isclass(plugin.obj):
+            check_call(plugin, {}, "x", "args", key=key)
+        if inspect.iscoroutinefunction(plugin.obj):
+            raise ConfigError(
+                f"{KINDS[kind]} {name!r} is async; write def {plugin.obj.__name__}(x, args)",
+                key=key,
+                given=name,
+            )
         if args is None:
             return NoArgs
         if not issubclass(args, BaseModel):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -31,7 +32,7 @@ from rft.algorithm.needs import Needs, needs
 from rft.algorithm.penalty import penalised
 from rft.algorithm.runs import apart, joined, split
 from rft.algorithm.settings import AlgorithmSettings, CorrectionConfig
-from rft.errors import ConfigError
+from rft.errors import ConfigError, RunFailed
 from rft.plugins import REGISTRY, mark_of
 from rft.worker.threads import contained
 
@@ -47,7 +48,7 @@ class Algorithm:
 
     needs: Needs
     loss_agg_mode: AggMode
-    _advantage: Callable[[StepInputs], Any]
+    _advantage: Callable[[StepInputs], Advantages]
     _select: Callable[[StepInputs], Sequence[int]] | None  # sample strategy: indexes of runs
     _extra: Extra | None  # further inputs of the policy loss
     _losses: tuple[Loss, ...]  # the policy loss first
@@ -125,7 +126,7 @@ class Algorithm:
         policy_rows = [x.rows[i] for i in of_policy]
         keep = None if x.keep is None else [x.keep[i] for i in of_policy]
         inputs = replace(x, rows=policy_rows, keep=keep)
-        advantages = as_advantages(self._advantage(inputs), policy_rows)
+        advantages: Advantages = self._advantage(inputs)
         if self.in_groups:
             metrics = {**advantages.metrics, LONE_RUNS: _lone_runs(x, policy_rows)}
             advantages = replace(advantages, metrics=metrics)
@@ -297,9 +298,46 @@ def _per_token(values: Any, rows: Sequence[StepRow]) -> list[np.ndarray]:
     if len(values) != len(rows):
         raise ValueError(f"{len(values)} advantages were given for {len(rows)} rows")
     return [
-        np.full(r.length, a, np.float32) if np.ndim(a) == 0 else np.asarray(a, np.float32)
+        np.full(r.length, float(a), np.float32) if np.ndim(a) == 0 else np.asarray(a, np.float32)
         for a, r in zip(values, rows, strict=True)
     ]
+
+
+def _as_numbers(values: Any, x: StepInputs) -> Sequence[int]:
+    """Return what a sample strategy chose; raises ValueError unless these are numbers of runs."""
+    numbers = np.asarray(values)
+    whole = numbers.ndim == 1 and (numbers.dtype.kind in "iu" or not numbers.size)
+    if not whole or np.any((numbers < 0) | (numbers >= len(x.rows))):
+        raise ValueError(f"not whole numbers from 0 to {len(x.rows) - 1}")
+    return [int(i) for i in numbers]
+
+
+def _as_output(made: Any, x: LossInputs) -> LossOutput:
+    if not isinstance(made, LossOutput):
+        raise TypeError("not a LossOutput")
+    if made.loss.ndim:
+        raise ValueError(f"its loss has shape {tuple(made.loss.shape)}")
+    return made
+
+
+def _as_policy_output(made: Any, x: LossInputs) -> LossOutput:
+    output = _as_output(made, x)
+    if x.logprobs.requires_grad and not output.loss.requires_grad:
+        raise ValueError("its loss does not depend on x.logprobs")
+    return output
+
+
+_OUTPUT = "a LossOutput with one number as loss, as rft.algorithm.ratio.output makes it"
+_RESULTS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "advantage_fn": (
+        lambda made, x: as_advantages(made, x.rows),
+        "a number for each run, an array of its trained tokens for each, or Advantages",
+    ),
+    "sample_strategy": (_as_numbers, "a list of numbers of runs, counted from 0"),
+    "policy_loss_fn": (_as_policy_output, _OUTPUT),
+    "kl_loss_fn": (_as_output, _OUTPUT),
+    "entropy_loss_fn": (_as_output, _OUTPUT),
+}
 
 
 def _extra(settings: AlgorithmSettings) -> Extra | None:
@@ -321,9 +359,18 @@ def _bind(kind: str, settings: AlgorithmSettings) -> Callable[..., Any]:
     name = getattr(settings, kind)
     args = part_args(settings, kind)
     part = REGISTRY.get(kind, name).obj
+    as_result, allowed = _RESULTS.get(kind, (None, ""))
 
     def call(*inputs: Any) -> Any:
         with contained(f"{kind} {name}"):
-            return part(*inputs, args)
+            made = part(*inputs, args)
+        if as_result is None:
+            return made
+        try:
+            return as_result(made, inputs[0])
+        except (TypeError, ValueError, AttributeError) as e:
+            given = textwrap.shorten(repr(made), 80)
+            text = f"algorithm.{kind}: {name} returned {given}: {e}; allowed is {allowed}"
+            raise RunFailed(text) from None
 
     return call
