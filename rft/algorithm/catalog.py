@@ -19,7 +19,7 @@ from rft.algorithm.args import Args, NoArgs
 from rft.algorithm.base import AlgorithmDefaults
 from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import ConfigError, ConfigErrors, nearest
-from rft.plugins import REGISTRY, Plugin, check_call
+from rft.plugins import REGISTRY, Plugin
 
 BUILT = {
     "advantage_fn": "advantage",
@@ -139,14 +139,8 @@ def part_model(kind: str, name: str, *, key: str) -> type[BaseModel]:
     if ":" in name or name in REGISTRY.names(kind):
         plugin = REGISTRY.get(kind, name)
         args = plugin.args
-        if not inspect.isclass(plugin.obj):
-            check_call(plugin, {}, "x", "args", key=key)
         if inspect.iscoroutinefunction(plugin.obj):
-            raise ConfigError(
-                f"{KINDS[kind]} {name!r} is async; write def {plugin.obj.__name__}(x, args)",
-                key=key,
-                given=name,
-            )
+            raise ConfigError(f"{name!r} is async; write def", key=key)
         if args is None:
             return NoArgs
         if not issubclass(args, BaseModel):

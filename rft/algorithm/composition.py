@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -86,7 +85,6 @@ class Algorithm:
         kl = None
         if self._penalty is not None:
             estimates = self._penalty(inputs)
-            _check_shapes("the KL penalty", estimates, inputs.rows)
             coef = self._penalty_coef if kl_coef is None else kl_coef
             inputs, kl = penalised(inputs, estimates, coef)
         advantages = split(self._advantages(inputs), runs)
@@ -271,73 +269,52 @@ def as_advantages(values: Any, rows: Sequence[StepRow]) -> Advantages:
     trainer skips their step and says so.
     """
     advantages = (
-        values if isinstance(values, Advantages) else Advantages(values=_per_token(values, rows))
+        values
+        if isinstance(values, Advantages)
+        else Advantages(
+            values=[
+                np.full(r.length, float(a), np.float32)
+                if np.ndim(a) == 0
+                else np.asarray(a, np.float32)
+                for a, r in zip(values, rows, strict=True)
+            ]
+        )
     )
-    for name, arrays in (
-        ("advantages", advantages.values),
-        ("returns", advantages.returns),
-        ("keep", advantages.keep),
-    ):
+    for arrays in (advantages.values, advantages.returns, advantages.keep):
         if arrays is not None:
-            _check_shapes(name, arrays, rows)
+            _shaped(arrays, rows)
     return advantages
 
 
-def _check_shapes(name: str, arrays: Sequence[np.ndarray], rows: Sequence[StepRow]) -> None:
-    if len(arrays) != len(rows):
-        raise ValueError(f"{name} of {len(arrays)} rows were given for {len(rows)} rows")
+def _shaped(arrays: Sequence[np.ndarray], rows: Sequence[StepRow]) -> Sequence[np.ndarray]:
     for row, array in zip(rows, arrays, strict=True):
         if array.shape != (row.length,):
             raise ValueError(
-                f"group {row.group}, run {row.run}: {name} of shape {array.shape} for {row.length} "
-                f"trained tokens"
+                f"group {row.group}, run {row.run}: shape {array.shape} for {row.length} trained "
+                f"tokens"
             )
+    return arrays
 
 
-def _per_token(values: Any, rows: Sequence[StepRow]) -> list[np.ndarray]:
-    if len(values) != len(rows):
-        raise ValueError(f"{len(values)} advantages were given for {len(rows)} rows")
-    return [
-        np.full(r.length, float(a), np.float32) if np.ndim(a) == 0 else np.asarray(a, np.float32)
-        for a, r in zip(values, rows, strict=True)
-    ]
-
-
-def _as_numbers(values: Any, x: StepInputs) -> Sequence[int]:
-    """Return what a sample strategy chose; raises ValueError unless these are numbers of runs."""
-    numbers = np.asarray(values)
-    whole = numbers.ndim == 1 and (numbers.dtype.kind in "iu" or not numbers.size)
-    if not whole or np.any((numbers < 0) | (numbers >= len(x.rows))):
-        raise ValueError(f"not whole numbers from 0 to {len(x.rows) - 1}")
-    return [int(i) for i in numbers]
-
-
-def _as_output(made: Any, x: LossInputs) -> LossOutput:
-    if not isinstance(made, LossOutput):
-        raise TypeError("not a LossOutput")
-    if made.loss.ndim:
-        raise ValueError(f"its loss has shape {tuple(made.loss.shape)}")
-    return made
-
-
-def _as_policy_output(made: Any, x: LossInputs) -> LossOutput:
-    output = _as_output(made, x)
-    if x.logprobs.requires_grad and not output.loss.requires_grad:
-        raise ValueError("its loss does not depend on x.logprobs")
-    return output
-
-
-_OUTPUT = "a LossOutput with one number as loss, as rft.algorithm.ratio.output makes it"
-_RESULTS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+# by kind: what checks the value that a part returned, and what it may be
+_RESULTS: Any = {
     "advantage_fn": (
-        lambda made, x: as_advantages(made, x.rows),
+        lambda value, x: as_advantages(value, x.rows),
         "a number for each run, an array of its trained tokens for each, or Advantages",
     ),
-    "sample_strategy": (_as_numbers, "a list of numbers of runs, counted from 0"),
-    "policy_loss_fn": (_as_policy_output, _OUTPUT),
-    "kl_loss_fn": (_as_output, _OUTPUT),
-    "entropy_loss_fn": (_as_output, _OUTPUT),
+    "kl_penalty_fn": (
+        lambda value, x: _shaped(value, x.rows),
+        "an array of its trained tokens for each run",
+    ),
+    "sample_strategy": (
+        lambda value, x: np.arange(len(x.rows))[list(value)].tolist(),
+        "a list of numbers of runs",
+    ),
 }
+_LOSS = (
+    lambda value, _: replace(value, loss=value.loss.view(())),
+    "a LossOutput, as rft.algorithm.ratio.output makes it",
+)
 
 
 def _extra(settings: AlgorithmSettings) -> Extra | None:
@@ -359,18 +336,15 @@ def _bind(kind: str, settings: AlgorithmSettings) -> Callable[..., Any]:
     name = getattr(settings, kind)
     args = part_args(settings, kind)
     part = REGISTRY.get(kind, name).obj
-    as_result, allowed = _RESULTS.get(kind, (None, ""))
+    check, allowed = _RESULTS.get(kind, _LOSS)
 
     def call(*inputs: Any) -> Any:
         with contained(f"{kind} {name}"):
-            made = part(*inputs, args)
-        if as_result is None:
-            return made
+            value = part(*inputs, args)
         try:
-            return as_result(made, inputs[0])
-        except (TypeError, ValueError, AttributeError) as e:
-            given = textwrap.shorten(repr(made), 80)
-            text = f"algorithm.{kind}: {name} returned {given}: {e}; allowed is {allowed}"
-            raise RunFailed(text) from None
+            return check(value, inputs[0])
+        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as e:
+            text = f"{name} returned {value!r:.80}: {e}"
+            raise RunFailed(f"algorithm.{kind}: {text}; allowed is {allowed}") from None
 
     return call
