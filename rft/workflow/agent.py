@@ -82,14 +82,13 @@ class AgentWorkflow(Workflow):
                 unblocked(self.agent, "the agent", task, session.base_url, session.api_key)
             )
             info: dict[str, Any] = {}
-            if not ctx.completions:
-                ends = (
-                    returned.ends if isinstance(returned, ProcessOutput) else "it sent no request"
-                )
-                raise AgentFailed(f"the agent made no model call: {session.refusal or ends}")
+            ends = "it sent no request"
             if isinstance(returned, ProcessOutput):
                 info = {"agent_output": str(returned), **returned.info}
+                ends = returned.ends
                 returned = returned.score
+            if not ctx.completions:
+                raise AgentFailed(f"the agent made no model call: {session.refusal or ends}")
             if session.unused is not None:
                 info["agent_reward"] = session.unused
             score = session.score if returned is None else checked(returned)
@@ -248,9 +247,7 @@ class CommandAgent(AgentWorkflow):
             raise
         finally:
             os.close(keeper_end)
-        assert (
-            process.stdin is not None and process.stdout is not None and process.stderr is not None
-        )
+        assert process.stdin and process.stdout and process.stderr
         out = asyncio.ensure_future(_tail(process.stdout))
         err = asyncio.ensure_future(_tail(process.stderr))
         feeding = asyncio.ensure_future(_feed(process.stdin, stdin))

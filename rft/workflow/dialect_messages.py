@@ -215,9 +215,9 @@ def read(body: Any, *, counting: bool = False) -> ApiRequest:
         )
         raise ApiError(400, text, param="messages")
     choice = request.tool_choice
-    if choice is not None and choice.disable_parallel_tool_use:
+    if choice and choice.disable_parallel_tool_use:
         ignored.append("tool_choice.disable_parallel_tool_use")
-    if request.output_config is not None:
+    if request.output_config:
         ignored.append("output_config")
     sampling = request.model_dump(include={"temperature", "top_p", "top_k"}, exclude_unset=True)
     sampling["max_tokens"] = request.max_tokens
@@ -228,7 +228,7 @@ def read(body: Any, *, counting: bool = False) -> ApiRequest:
     return ApiRequest(
         model=request.model,
         **taken(in_call_order([*system, *_messages(request.messages)])),
-        tools=() if choice is not None and choice.type == "none" else tools,
+        tools=() if choice and choice.type == "none" else tools,
         stream=request.stream,
         sampling=sampling,
         ignored=tuple(ignored),

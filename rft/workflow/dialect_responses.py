@@ -182,7 +182,7 @@ def read(body: Any) -> ApiRequest:
     previous = request.previous_response_id or ""
     call = previous.removeprefix("resp_")
     sampling = request.model_dump(include={"temperature", "top_p"}, exclude_unset=True)
-    if request.max_output_tokens is not None:
+    if request.max_output_tokens:
         sampling["max_tokens"] = request.max_output_tokens
     tools = None if request.tools is None else tuple(tool.chat_form() for tool in request.tools)
     return ApiRequest(

@@ -213,11 +213,7 @@ class RunSession(Session):
         return sorted({*request.ignored, *sampling})
 
     async def answer(self, request: ApiRequest, retry_key: str) -> ApiAnswer:
-        try:
-            turns = await self.call(understood(self._recorded(request)))
-        except ApiError as e:
-            self.refusal = str(e)
-            raise
+        turns = await self.call(understood(self._recorded(request)))
         answer = ApiAnswer(completions=[t.completion for t in turns])
         self.answered[answer.id] = turns[-1]
         return answer
@@ -225,8 +221,9 @@ class RunSession(Session):
     async def _recorded(self, request: ApiRequest) -> list[Turn]:
         try:
             turns = await self.generate(request)
-        except RftError as e:
-            if not self.failure.done():
+        except Exception as e:
+            self.refusal = str(e)
+            if isinstance(e, RftError) and not self.failure.done():
                 self.failure.set_exception(e)
             raise
         for turn in turns:

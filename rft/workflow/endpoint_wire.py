@@ -167,7 +167,9 @@ def checked(model: type[M], body: Any, *, also: Iterable[str] = ()) -> M:
     except ValidationError as e:
         first = e.errors(include_url=False)[0]
     kind = first["type"]
-    loc = _without_tags(body, first["loc"], kind)
+    loc = _without_tags(body, first["loc"])
+    if kind == "missing":
+        loc.append(first["loc"][-1])
     where = _path(loc)
     code = None
     if kind == "extra_forbidden":
@@ -190,16 +192,14 @@ def checked(model: type[M], body: Any, *, also: Iterable[str] = ()) -> M:
     raise ApiError(400, text[:1000], param=_param(loc), code=code)
 
 
-def _without_tags(value: Any, loc: Sequence[str | int], error: str) -> list[str | int]:
-    """Return a path without the names of kinds that pydantic adds to it."""
+def _without_tags(value: Any, loc: Sequence[str | int]) -> list[str | int]:
+    """Return the part of a path that is there: pydantic adds names of kinds."""
     path: list[str | int] = []
-    for i, part in enumerate(loc, 1):
+    for part in loc:
         in_list = isinstance(value, list) and isinstance(part, int)
         if in_list or (isinstance(value, dict) and part in value):
             value = value[part]
-        elif i < len(loc) or error != "missing":
-            continue
-        path.append(part)
+            path.append(part)
     return path
 
 
