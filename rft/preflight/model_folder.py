@@ -26,7 +26,7 @@ from rft.types.experts import sizes_of
 
 _MAX_JSON = 256 << 20  # tokenizers of 30 MB are usual
 _SIZES = "hidden_size n_embd num_hidden_layers n_layer num_attention_heads n_head vocab_size intermediate_size n_inner".split()
-_SIZES += ["max_position_embeddings", "num_key_value_heads"]
+_SIZES += ["max_position_embeddings", "num_key_value_heads", "head_dim"]
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 _TEXT_LAYER = re.compile(r"(?:model\.|transformer\.|language_model\.)*(?:layers|h)\.(\d+)\.")
 # extra layers after the last, which are not trained
@@ -80,6 +80,10 @@ def look(path: str, tokenizer_path: str | None = None, *, trusted: bool = True) 
 
     config = _json(model_folder / "config.json", wrong, required=True)
     _sizes(config, model_folder, wrong)
+    kind = config.get("model_type")
+    text = config.get("text_config", config)
+    if not errors and kind in FAMILIES and "max_position_embeddings" not in text:
+        text.update(_defaults(kind) | text)
     tensors = _weights(model_folder, wrong)
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if not any((folder / n).is_file() for n in names[:3]):
@@ -137,12 +141,8 @@ def _unknown_tokens(
 
 def sizes(path: str) -> tuple[dict[str, Any], None] | None:
     """Return config.json of a folder, which may lack weights; None without the file."""
-    file = Path(path) / "config.json"
-    return (
-        (config, None)
-        if file.is_file() and (config := _json(file, lambda message: None, required=False))
-        else None
-    )
+    config = _json(Path(path) / "config.json", lambda message: None, required=False)
+    return (config, None) if config else None
 
 
 def _json(path: Path, wrong: Any, *, required: bool) -> dict[str, Any]:
@@ -282,6 +282,14 @@ def _sizes(config: dict[str, Any], folder: Path, wrong: Any) -> None:
                 f"{folder / 'config.json'} says {key} {value!r}; it must be a positive whole "
                 f"number below 2³¹"
             )
+
+
+def _defaults(model_type: str) -> dict[str, int]:
+    """Return the sizes that transformers, loaded for this, gives a model without them."""
+    from transformers import AutoConfig
+
+    defaults = AutoConfig.for_model(model_type).get_text_config().to_dict()
+    return {name: defaults[name] for name in _SIZES if name in defaults}
 
 
 def _layers(config: dict[str, Any], tensors: dict[str, Any], folder: Path, wrong: Any) -> None:
