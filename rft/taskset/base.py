@@ -206,11 +206,8 @@ class Taskset:
         matrix = np.empty((len(self), len(keys)))
         for place, (row, values) in enumerate(self._used_rows()) if keys else ():
             for k, key in enumerate(keys):
-                if (
-                    (value := lookup(values, key)) is ABSENT
-                    or not isinstance(value, int | float)
-                    or not math.isfinite(value)
-                ):
+                value = lookup(values, key)
+                if not isinstance(value, int | float) or not math.isfinite(value):
                     has = (
                         f"is {value!r}"
                         if value is not ABSENT
@@ -493,8 +490,11 @@ def _with_images(
     try:
         return row_images.with_images(settings, row, prompt, messages)
     except ValueError as e:
-        key = _key(settings, "format.image_key")
-        raise ConfigError(f"{where}: {e}", key=key, given=settings.format.image_key) from None
+        raise ConfigError(
+            f"{where}: {e}",
+            key=_key(settings, "format.image_key"),
+            given=settings.format.image_key,
+        ) from None
 
 
 def _tools(settings: TasksetSettings, row: Row, where: str) -> tuple[dict[str, Any], ...]:
@@ -527,9 +527,9 @@ def _missing(settings: TasksetSettings, where: str, which: str, row: Row) -> Con
 def _wrong(
     settings: TasksetSettings, where: str, which: str, value: Any, expected: str
 ) -> ConfigError:
-    name = getattr(settings.format, which)
     return ConfigError(
-        f"{where}: key {name!r} is {value!r:.80} ({type(value).__name__}); it must be {expected}.",
+        f"{where}: key {getattr(settings.format, which)!r} is {value!r:.80} "
+        f"({type(value).__name__}); it must be {expected}.",
         key=_key(settings, f"format.{which}"),
         given=value,
     )

@@ -31,7 +31,7 @@ def read(value: Any, folder: Path, by_sha256: Mapping[str, Image] = _NONE) -> li
     """Return the images of a column: one, a list, or none; a name means one in `by_sha256`.
     Raises ValueError with the reason.
     """
-    if value is ABSENT or value is None or value == "":
+    if value in (ABSENT, None, ""):
         return []
     values = value if isinstance(value, list | tuple) else [value]
     images = []
