@@ -7,6 +7,7 @@ alike.  Invariant: what passes here is accepted by the part itself.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -136,7 +137,10 @@ def part_model(kind: str, name: str, *, key: str) -> type[BaseModel]:
     if (model := shipped().get((kind, name))) is not None:
         return model
     if ":" in name or name in REGISTRY.names(kind):
-        args = REGISTRY.get(kind, name).args
+        plugin = REGISTRY.get(kind, name)
+        args = plugin.args
+        if inspect.iscoroutinefunction(plugin.obj):
+            raise ConfigError(f"{name!r} is async; write def", key=key)
         if args is None:
             return NoArgs
         if not issubclass(args, BaseModel):

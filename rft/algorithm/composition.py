@@ -31,7 +31,7 @@ from rft.algorithm.needs import Needs, needs
 from rft.algorithm.penalty import penalised
 from rft.algorithm.runs import apart, joined, split
 from rft.algorithm.settings import AlgorithmSettings, CorrectionConfig
-from rft.errors import ConfigError
+from rft.errors import ConfigError, RunFailed
 from rft.plugins import REGISTRY, mark_of
 from rft.worker.threads import contained
 
@@ -47,7 +47,7 @@ class Algorithm:
 
     needs: Needs
     loss_agg_mode: AggMode
-    _advantage: Callable[[StepInputs], Any]
+    _advantage: Callable[[StepInputs], Advantages]
     _select: Callable[[StepInputs], Sequence[int]] | None  # sample strategy: indexes of runs
     _extra: Extra | None  # further inputs of the policy loss
     _losses: tuple[Loss, ...]  # the policy loss first
@@ -85,7 +85,6 @@ class Algorithm:
         kl = None
         if self._penalty is not None:
             estimates = self._penalty(inputs)
-            _check_shapes("the KL penalty", estimates, inputs.rows)
             coef = self._penalty_coef if kl_coef is None else kl_coef
             inputs, kl = penalised(inputs, estimates, coef)
         advantages = split(self._advantages(inputs), runs)
@@ -125,7 +124,7 @@ class Algorithm:
         policy_rows = [x.rows[i] for i in of_policy]
         keep = None if x.keep is None else [x.keep[i] for i in of_policy]
         inputs = replace(x, rows=policy_rows, keep=keep)
-        advantages = as_advantages(self._advantage(inputs), policy_rows)
+        advantages: Advantages = self._advantage(inputs)
         if self.in_groups:
             metrics = {**advantages.metrics, LONE_RUNS: _lone_runs(x, policy_rows)}
             advantages = replace(advantages, metrics=metrics)
@@ -270,36 +269,52 @@ def as_advantages(values: Any, rows: Sequence[StepRow]) -> Advantages:
     trainer skips their step and says so.
     """
     advantages = (
-        values if isinstance(values, Advantages) else Advantages(values=_per_token(values, rows))
+        values
+        if isinstance(values, Advantages)
+        else Advantages(
+            values=[
+                np.full(r.length, float(a), np.float32)
+                if np.ndim(a) == 0
+                else np.asarray(a, np.float32)
+                for a, r in zip(values, rows, strict=True)
+            ]
+        )
     )
-    for name, arrays in (
-        ("advantages", advantages.values),
-        ("returns", advantages.returns),
-        ("keep", advantages.keep),
-    ):
+    for arrays in (advantages.values, advantages.returns, advantages.keep):
         if arrays is not None:
-            _check_shapes(name, arrays, rows)
+            _shaped(arrays, rows)
     return advantages
 
 
-def _check_shapes(name: str, arrays: Sequence[np.ndarray], rows: Sequence[StepRow]) -> None:
-    if len(arrays) != len(rows):
-        raise ValueError(f"{name} of {len(arrays)} rows were given for {len(rows)} rows")
+def _shaped(arrays: Sequence[np.ndarray], rows: Sequence[StepRow]) -> Sequence[np.ndarray]:
     for row, array in zip(rows, arrays, strict=True):
         if array.shape != (row.length,):
             raise ValueError(
-                f"group {row.group}, run {row.run}: {name} of shape {array.shape} for {row.length} "
-                f"trained tokens"
+                f"group {row.group}, run {row.run}: shape {array.shape} for {row.length} trained "
+                f"tokens"
             )
+    return arrays
 
 
-def _per_token(values: Any, rows: Sequence[StepRow]) -> list[np.ndarray]:
-    if len(values) != len(rows):
-        raise ValueError(f"{len(values)} advantages were given for {len(rows)} rows")
-    return [
-        np.full(r.length, a, np.float32) if np.ndim(a) == 0 else np.asarray(a, np.float32)
-        for a, r in zip(values, rows, strict=True)
-    ]
+# by kind: what checks the value that a part returned, and what it may be
+_RESULTS: Any = {
+    "advantage_fn": (
+        lambda value, x: as_advantages(value, x.rows),
+        "a number for each run, an array of its trained tokens for each, or Advantages",
+    ),
+    "kl_penalty_fn": (
+        lambda value, x: _shaped(value, x.rows),
+        "an array of its trained tokens for each run",
+    ),
+    "sample_strategy": (
+        lambda value, x: np.arange(len(x.rows))[list(value)].tolist(),
+        "a list of numbers of runs",
+    ),
+}
+_LOSS = (
+    lambda value, _: replace(value, loss=value.loss.view(())),
+    "a LossOutput, as rft.algorithm.ratio.output makes it",
+)
 
 
 def _extra(settings: AlgorithmSettings) -> Extra | None:
@@ -321,9 +336,15 @@ def _bind(kind: str, settings: AlgorithmSettings) -> Callable[..., Any]:
     name = getattr(settings, kind)
     args = part_args(settings, kind)
     part = REGISTRY.get(kind, name).obj
+    check, allowed = _RESULTS.get(kind, _LOSS)
 
     def call(*inputs: Any) -> Any:
         with contained(f"{kind} {name}"):
-            return part(*inputs, args)
+            value = part(*inputs, args)
+        try:
+            return check(value, inputs[0])
+        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as e:
+            text = f"{name} returned {value!r:.80}: {e}"
+            raise RunFailed(f"algorithm.{kind}: {text}; allowed is {allowed}") from None
 
     return call

@@ -26,7 +26,7 @@ from rft.types.experts import sizes_of
 
 _MAX_JSON = 256 << 20  # tokenizers of 30 MB are usual
 _SIZES = "hidden_size n_embd num_hidden_layers n_layer num_attention_heads n_head vocab_size intermediate_size n_inner".split()
-_SIZES += ["max_position_embeddings", "num_key_value_heads"]
+_SIZES += ["max_position_embeddings", "num_key_value_heads", "head_dim"]
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 _TEXT_LAYER = re.compile(r"(?:model\.|transformer\.|language_model\.)*(?:layers|h)\.(\d+)\.")
 # extra layers after the last, which are not trained
@@ -57,7 +57,7 @@ class ModelFiles(ChatFiles):
         sizes: dict[str, int] = {}
         for dtype, shape in self.tensors.values():
             sizes[dtype] = sizes.get(dtype, 0) + math.prod(shape)
-        return max(sizes, key=lambda d: sizes[d])
+        return max(sizes, key=sizes.__getitem__)
 
 
 def look(path: str, tokenizer_path: str | None = None, *, trusted: bool = True) -> ModelFiles:
@@ -80,11 +80,15 @@ def look(path: str, tokenizer_path: str | None = None, *, trusted: bool = True) 
 
     config = _json(model_folder / "config.json", wrong, required=True)
     _sizes(config, model_folder, wrong)
+    kind = config.get("model_type")
+    text = config.get("text_config", config)
+    if not errors and kind in FAMILIES and "max_position_embeddings" not in text:
+        text.update(_defaults(kind) | text)
     tensors = _weights(model_folder, wrong)
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-    if not any((folder / n).is_file() for n in names[:3]):
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not any((folder / n).is_file() for n in names):
         wrong(
-            f"{folder} has no tokenizer (looked for {', '.join(names[:3])}); copy it from the "
+            f"{folder} has no tokenizer (looked for {', '.join(names)}); copy it from the "
             f"original model"
         )
     elif not (folder / "tokenizer.json").is_file():
@@ -137,12 +141,8 @@ def _unknown_tokens(
 
 def sizes(path: str) -> tuple[dict[str, Any], None] | None:
     """Return config.json of a folder, which may lack weights; None without the file."""
-    file = Path(path) / "config.json"
-    return (
-        (config, None)
-        if file.is_file() and (config := _json(file, lambda message: None, required=False))
-        else None
-    )
+    config = _json(Path(path) / "config.json", lambda message: None, required=False)
+    return (config, None) if config else None
 
 
 def _json(path: Path, wrong: Any, *, required: bool) -> dict[str, Any]:
@@ -284,6 +284,14 @@ def _sizes(config: dict[str, Any], folder: Path, wrong: Any) -> None:
             )
 
 
+def _defaults(model_type: str) -> dict[str, int]:
+    """Return the sizes that transformers, loaded for this, gives a model without them."""
+    from transformers import AutoConfig
+
+    defaults = AutoConfig.for_model(model_type).get_text_config().to_dict()
+    return {name: defaults[name] for name in _SIZES if name in defaults}
+
+
 def _layers(config: dict[str, Any], tensors: dict[str, Any], folder: Path, wrong: Any) -> None:
     text = config.get("text_config", config)
     every = [int(m[1]) for name in tensors if (m := _LAYER.search(name))]
@@ -347,7 +355,7 @@ def _fits(
     )
     if embeddings is not None:
         for what, size in zip(("vocab_size", "hidden_size"), embeddings[1], strict=False):
-            if what in config and config[what] != size:
+            if config.get(what, size) != size:
                 wrong(
                     f"{folder / 'config.json'} says {what} {config[what]}, but the weights have "
                     f"{size}: they are of different models"
@@ -383,12 +391,12 @@ LEAN_NORMS = LEAN | {"glm4_moe", "mixtral", "olmoe", "phi3", "qwen2_moe", "qwen3
 HEAD_NORMS = {"exaone4", "gemma3_text", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe"}
 HEAD_NORMS |= {"qwen3_vl_text"}
 FOUR_NORMS = {"gemma2", "gemma3_text", "glm4"}
-_NAMES = {
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "vocab": ("vocab_size",),
-}
+_NAMES = (  # of hidden size, layers, heads, vocabulary
+    ("hidden_size", "n_embd", "d_model"),
+    ("num_hidden_layers", "n_layer", "n_layers"),
+    ("num_attention_heads", "n_head", "n_heads"),
+    ("vocab_size",),
+)
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
@@ -508,15 +516,12 @@ def shape(config: Mapping[str, Any], tensors: Tensors | None = None) -> ModelSha
     """Return the sizes of a model.  Raises ValueError naming sizes that `config` lacks."""
     text = config.get("text_config")
     c = text if isinstance(text, Mapping) else config
-    sizes_given = {
-        name: next((c[k] for k in keys if isinstance(c.get(k), int) and c[k] > 0), None)
-        for name, keys in _NAMES.items()
-    }
-    if missing := [_NAMES[name][0] for name, value in sizes_given.items() if value is None]:
+    sizes_given = [
+        next((c[k] for k in keys if isinstance(c.get(k), int) and c[k] > 0), 0) for keys in _NAMES
+    ]
+    if missing := [keys[0] for keys, size in zip(_NAMES, sizes_given, strict=True) if not size]:
         raise ValueError(f"config.json does not give {', '.join(missing)}")
-    hidden, layers, heads, vocab = (
-        int(sizes_given[n] or 0) for n in ("hidden", "layers", "heads", "vocab")
-    )
+    hidden, layers, heads, vocab = sizes_given
     kv_heads = int(c.get("num_key_value_heads") or heads)
     head_dim = int(c.get("head_dim") or hidden // heads)
     kind = str(c.get("model_type"))
@@ -529,12 +534,11 @@ def shape(config: Mapping[str, Any], tensors: Tensors | None = None) -> ModelSha
     )
     expert = int(c.get("moe_intermediate_size") or width)
     tied = bool(c.get("tie_word_embeddings", config.get("tie_word_embeddings", True)))
-    counted_tensors = (
-        [t for n, t in tensors.items() if not (tied and n.endswith("lm_head.weight"))]
-        if tensors
-        else []
+    counted = sum(
+        math.prod(dims)
+        for n, (_, dims) in (tensors or {}).items()
+        if not (tied and n.endswith("lm_head.weight"))
     )
-    counted = sum(math.prod(dims) for _, dims in counted_tensors)
     per_token = int(c.get("num_experts_per_tok") or 1) if experts else 0
     layer_types = c.get("layer_types") or ["full_attention"] * layers
     unfused = kind == "gpt_oss" or c.get("attn_logit_softcapping")

@@ -311,6 +311,7 @@ def _prompt(
         return json.dumps(task.chat(), ensure_ascii=False), None
     more = images.beyond(task, model) if model.can_count else 0
     text = rendered(task, model, engine)
+    images.expand(task, task.messages, [text])  # the template has a place for each
     return text, model.count_tokens(text) + more if model.can_count else None
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import msgspec
 import numpy as np
@@ -153,8 +153,9 @@ class Taskset:
                 given=path,
             )
         self._has_truth = self._truth_is_there()
-        self._refuse_absent("tools_key")
-        self._refuse_absent("image_key")
+        self._refuse_absent("tools_key", FormatSettings.tools_key)
+        usual = "images" if settings.format.preset == "verl" else ""
+        self._refuse_absent("image_key", usual)
         self._used: np.ndarray | None = None  # numbers of the used rows; None = all
         self.skipped = self._skip(unreadable) if settings.skip_bad_rows else None
         if not settings.skip_bad_rows:
@@ -192,11 +193,11 @@ class Taskset:
 
     def rewards(self) -> dict[str, int]:
         """Return each reward named in a row, with the index of its first row."""
-        return self._named("reward_fn_key", self.settings.format.reward_fn_key)
+        return self._named("reward_fn_key")
 
     def workflows(self) -> dict[str, int]:
         """Return each workflow named in a row, with the index of its first row."""
-        return self._named("workflow_key", self.settings.format.workflow_key)
+        return self._named("workflow_key")
 
     def features(self, keys: Sequence[str]) -> np.ndarray:
         """Return these columns of every row, float64 [len, len(keys)].  ConfigError names source,
@@ -205,11 +206,8 @@ class Taskset:
         matrix = np.empty((len(self), len(keys)))
         for place, (row, values) in enumerate(self._used_rows()) if keys else ():
             for k, key in enumerate(keys):
-                if (
-                    (value := lookup(values, key)) is ABSENT
-                    or not isinstance(value, int | float)
-                    or not math.isfinite(value)
-                ):
+                value = lookup(values, key)
+                if not isinstance(value, int | float) or not math.isfinite(value):
                     has = (
                         f"is {value!r}"
                         if value is not ABSENT
@@ -224,10 +222,11 @@ class Taskset:
                 matrix[place, k] = value
         return matrix
 
-    def _named(self, which: str, key: str) -> dict[str, int]:
+    def _named(self, which: str) -> dict[str, int]:
         first_places: dict[str, int] = {}
-        for place, (row, values) in enumerate(self._used_rows()) if key else ():
-            if value := _text(self.settings, values, self._where(row), which, key):
+        named = getattr(self.settings.format, which)
+        for place, (row, values) in enumerate(self._used_rows()) if named else ():
+            if value := _text(self.settings, values, self._where(row), which):
                 first_places.setdefault(value, place)
         return first_places
 
@@ -254,21 +253,25 @@ class Taskset:
             with suppress(ConfigError) if skips else nullcontext():
                 if lookup(self._rows[row], key) is not ABSENT:
                     return True
-        if not skips and key != FormatSettings().response_key:
-            raise _missing(self.settings, self._where(0), "response_key", key, self._rows[0])
-        return key != FormatSettings().response_key
+        if not skips and key != FormatSettings.response_key:
+            raise _missing(self.settings, self._where(0), "response_key", self._rows[0])
+        return key != FormatSettings.response_key
 
-    def _refuse_absent(self, which: Literal["tools_key", "image_key"]) -> None:
-        """Raise ConfigError if a column is named that no row has."""
-        fmt = self.settings.format
-        key, usual = (
-            (fmt.tools_key, FormatSettings.tools_key)
-            if which == "tools_key"
-            else (fmt.image_key, "images" if fmt.preset == "verl" else "")
-        )
+    def _refuse_absent(self, which: str, usual: str) -> None:
+        """Raise ConfigError if a column is named that no row has; `usual` may be absent."""
+        key = getattr(self.settings.format, which)
         rows = itertools.islice(self._rows, self._length)
-        if key not in ("", usual) and all(lookup(row, key) is ABSENT for row in rows):
-            raise _missing(self.settings, "no row has it", which, key, self._rows[0])
+        if (
+            key not in ("", usual)
+            and all(lookup(row, key) is ABSENT for row in rows)
+            and not (which == "image_key" and any(map(self._shows_images, range(self._length))))
+        ):
+            raise _missing(self.settings, "no row has it", which, self._rows[0])
+
+    def _shows_images(self, row: int) -> bool:
+        with suppress(ConfigError):
+            return bool(self._task(row).images)
+        return False
 
     def _skip(self, unreadable: Sequence[ConfigError]) -> Skipped | None:
         good = []
@@ -351,39 +354,21 @@ def row_to_task(
     prompt: str | None = None
     messages: tuple[dict[str, Any], ...] = ()
     if fmt.prompt_type == "messages":
-        messages = _messages(
-            settings, _get(settings, row, where, "messages_key", fmt.messages_key), where
-        )
+        messages = _messages(settings, _get(settings, row, where, "messages_key"), where)
     else:
-        prompt = _get(settings, row, where, "prompt_key", fmt.prompt_key)
+        prompt = _get(settings, row, where, "prompt_key")
         if isinstance(prompt, list) and prompt:
             messages = _messages(settings, prompt, where, "prompt_key")
             prompt = None
-        elif not isinstance(prompt, str) or not prompt:
-            raise _wrong(
-                settings,
-                where,
-                "prompt_key",
-                fmt.prompt_key,
-                prompt,
-                "a non-empty text, or a list of messages",
+        elif not isinstance(prompt, str) or not 0 < len(prompt) <= MAX_CHARS:
+            expected = (
+                f"a non-empty text of at most {MAX_CHARS:,} characters, or a list of messages"
             )
-        elif len(prompt) > MAX_CHARS:
-            raise _wrong(
-                settings,
-                where,
-                "prompt_key",
-                fmt.prompt_key,
-                prompt,
-                f"at most {MAX_CHARS:,} characters long",
-            )
+            raise _wrong(settings, where, "prompt_key", prompt, expected)
     images: tuple[Image, ...] = ()
     if fmt.image_key:
         row, prompt, messages, images = _with_images(settings, row, prompt, messages, where)
-    system = (
-        _text(settings, row, where, "system_prompt_key", fmt.system_prompt_key or "")
-        or fmt.system_prompt
-    )
+    system = _text(settings, row, where, "system_prompt_key") or fmt.system_prompt
     if system and messages and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": system}, *messages)
     return Task(
@@ -398,10 +383,10 @@ def row_to_task(
         system_prompt=system,
         chat_template=fmt.chat_template,
         chat_template_args=fmt.chat_template_args,
-        truth=_get(settings, row, where, "response_key", fmt.response_key) if has_truth else None,
-        workflow=_text(settings, row, where, "workflow_key", fmt.workflow_key) or settings.workflow,
+        truth=_get(settings, row, where, "response_key") if has_truth else None,
+        workflow=_text(settings, row, where, "workflow_key") or settings.workflow,
         workflow_args=settings.workflow_args,
-        reward=_text(settings, row, where, "reward_fn_key", fmt.reward_fn_key) or settings.reward,
+        reward=_text(settings, row, where, "reward_fn_key") or settings.reward,
         reward_args=settings.reward_args,
         sampling=settings.sampling,
         num_runs=settings.num_runs,
@@ -446,18 +431,18 @@ def _with_text_keys(value: Any) -> Any:
     return [_with_text_keys(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def _get(settings: TasksetSettings, row: Row, where: str, which: str, name: str) -> Any:
-    if (value := lookup(row, name)) is ABSENT:
-        raise _missing(settings, where, which, name, row)
+def _get(settings: TasksetSettings, row: Row, where: str, which: str) -> Any:
+    if (value := lookup(row, getattr(settings.format, which))) is ABSENT:
+        raise _missing(settings, where, which, row)
     return value
 
 
-def _text(settings: TasksetSettings, row: Row, where: str, which: str, name: str) -> str | None:
-    """Return the column's text; None without a `name` or for null."""
-    value = _get(settings, row, where, which, name) if name else None
+def _text(settings: TasksetSettings, row: Row, where: str, which: str) -> str | None:
+    """Return the column's text; None for null, or if the format names no column."""
+    value = _get(settings, row, where, which) if getattr(settings.format, which) else None
     if value is None or isinstance(value, str):
         return value
-    raise _wrong(settings, where, which, name, value, "a text")
+    raise _wrong(settings, where, which, value, "a text")
 
 
 def refuse_media(row: Row, where: str, key: str, image_key: str) -> None:
@@ -496,9 +481,7 @@ def _messages(
     try:
         return as_chat(value, parts=bool(settings.format.image_key))
     except ValueError as e:
-        raise _wrong(
-            settings, where, which, getattr(settings.format, which), value, str(e)
-        ) from None
+        raise _wrong(settings, where, which, value, str(e)) from None
 
 
 def _with_images(
@@ -507,8 +490,11 @@ def _with_images(
     try:
         return row_images.with_images(settings, row, prompt, messages)
     except ValueError as e:
-        key = _key(settings, "format.image_key")
-        raise ConfigError(f"{where}: {e}", key=key, given=settings.format.image_key) from None
+        raise ConfigError(
+            f"{where}: {e}",
+            key=_key(settings, "format.image_key"),
+            given=settings.format.image_key,
+        ) from None
 
 
 def _tools(settings: TasksetSettings, row: Row, where: str) -> tuple[dict[str, Any], ...]:
@@ -521,14 +507,14 @@ def _tools(settings: TasksetSettings, row: Row, where: str) -> tuple[dict[str, A
             settings,
             where,
             "tools_key",
-            settings.format.tools_key,
             value,
             "a list of tools, or that list as JSON",
         )
     return tuple(tools)
 
 
-def _missing(settings: TasksetSettings, where: str, which: str, name: str, row: Row) -> ConfigError:
+def _missing(settings: TasksetSettings, where: str, which: str, row: Row) -> ConfigError:
+    name = getattr(settings.format, which)
     return ConfigError(
         f"{where}: the row has no key {name!r}; its keys are "
         f"{', '.join(sorted(map(str, row))) or 'none'}.  "
@@ -539,10 +525,11 @@ def _missing(settings: TasksetSettings, where: str, which: str, name: str, row: 
 
 
 def _wrong(
-    settings: TasksetSettings, where: str, which: str, name: str, value: Any, expected: str
+    settings: TasksetSettings, where: str, which: str, value: Any, expected: str
 ) -> ConfigError:
     return ConfigError(
-        f"{where}: key {name!r} is {value!r:.80} ({type(value).__name__}); it must be {expected}.",
+        f"{where}: key {getattr(settings.format, which)!r} is {value!r:.80} "
+        f"({type(value).__name__}); it must be {expected}.",
         key=_key(settings, f"format.{which}"),
         given=value,
     )

@@ -23,7 +23,7 @@ import xxhash
 from rft.errors import ConfigError, SetupError
 from rft.files.disk import read_regular
 from rft.files.strict_json import parse_json
-from rft.images.processor import ImageProcessor, PreparedImage
+from rft.images.processor import FAMILIES, ImageProcessor, PreparedImage
 from rft.taskset import parallel, template_worker
 from rft.taskset.settings import PromptLimit, TasksetSettings
 from rft.types import modelfiles
@@ -455,7 +455,7 @@ class ImageTokens:
         if self._processor is None:
             raise ValueError(
                 f"it shows images, and {self._folder} is no model of a family that is offered "
-                f"with images"
+                f"with images ({', '.join(FAMILIES)})"
             )
         return self._processor
 

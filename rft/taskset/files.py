@@ -214,13 +214,12 @@ def _of_texts(settings: TasksetSettings, source: str, schema: Any) -> None:
     media = [field.name for field in schema if _MEDIA.search(str(field.type))]
     if media := [name for name in media if name != settings.format.image_key]:
         offer = (
-            "use a data set of texts, or save it without that column (remove_columns, then "
-            "save_to_disk or to_parquet)"
+            "name a column of images in format.image_key, or save the data set without it "
+            "(remove_columns, then save_to_disk or to_parquet)"
         )
         raise _error(
             settings,
-            f"{source}: column {media[0]!r} holds images, sound or videos, which are not offered; "
-            f"{offer}",
+            f"{source}: column {media[0]!r} holds images, sound or videos; {offer}",
         )
 
 

@@ -50,7 +50,8 @@ def _message(message: dict[str, Any], *, parts: bool) -> dict[str, Any]:
             return {**cleaned, "content": content}
         if text is None:
             raise ValueError(
-                "messages whose content is text; images, sound and videos are not offered"
+                "messages whose content is text; parts of images need format.image_key, sound and "
+                "videos are not offered"
             )
     return cleaned
 

@@ -9,6 +9,7 @@ marker or part that stands for an image gets one, in order.
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def read(value: Any, folder: Path, by_sha256: Mapping[str, Image] = _NONE) -> li
     """Return the images of a column: one, a list, or none; a name means one in `by_sha256`.
     Raises ValueError with the reason.
     """
-    if value is ABSENT or value is None or value == "":
+    if value in (ABSENT, None, ""):
         return []
     values = value if isinstance(value, list | tuple) else [value]
     images = []
@@ -96,8 +97,8 @@ def _bytes(value: Any, folder: Path) -> bytes:
     if isinstance(value, bytes):
         return value
     if isinstance(value, Mapping):
-        inner = next((value[k] for k in ("bytes", "image", "url", "path") if value.get(k)), None)
-        return _bytes(inner, folder)
+        for inner in filter(None, map(value.get, ("bytes", "image", "url", "path"))):
+            return _bytes(inner, folder)
     if isinstance(value, str) and value.startswith("data:"):
         return data_url.read(value)
     if isinstance(value, str) and value:
@@ -115,8 +116,11 @@ def _file(value: str, folder: Path) -> bytes:
     if "://" in value and not value.startswith("file://"):
         raise ValueError(f"{short(value)} is an address; download it and name the file")
     path = folder / Path(value.removeprefix("file://")).expanduser()
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist, or is no file")
+    if not os.path.isfile(path):  # noqa: PTH113 - False also for a name that is too long
+        raise ValueError(
+            f"{path!s:.300} does not exist, or is no file; a text is a path, or a data URL "
+            f"(data:image/png;base64,...)"
+        )
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ValueError(f"{path} has more than {MAX_FILE_BYTES:,} bytes")
     return path.read_bytes()

@@ -5,11 +5,12 @@ every trained token, through the trainer's own step from a lease to the loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from rft.algorithm.args import Computed
 from rft.algorithm.base import Denominators, LossInputs
@@ -94,7 +95,7 @@ def try_algorithm(
     `rft.register` has registered.  Raises ConfigError for unknown parts and wrong arguments, and
     what a part raises.
     """
-    algorithm = build(_settings(algorithm_type, parts))
+    algorithm = build(settings := _settings(algorithm_type, parts))
     experiences = [_experience(i, row) for i, row in enumerate(rows)]
     groups = dict.fromkeys(x.group for x in experiences)
     stats = tuple(
@@ -117,16 +118,17 @@ def try_algorithm(
     for micro in share.micro_batches:
         at = [next(places) for _ in micro]
         policy = [rows[i].logprobs if rows[i].new is None else rows[i].new for i in at]
+        if settings.bypass_old_logprobs:  # the losses' ratio is against the sampler
+            micro = tuple(structs.replace(row, old=None) for row in micro)
         value, parts_of = gradients(algorithm, micro, denominators, policy)
         loss += value
         for i, row, part in zip(at, micro, parts_of, strict=True):
             weights = np.ones(len(part)) if row.weights is None else row.weights
-            keep = True if row.keep is None else row.keep
+            if row.keep is not None:
+                weights = weights * row.keep
             advantages = np.zeros(len(part)) if row.advantages is None else row.advantages
             run = experiences[i].id.run
-            tried[i] = TriedRow(
-                rows[i].group, run, rows[i].reward, advantages, np.where(keep, weights, 0.0), part
-            )
+            tried[i] = TriedRow(rows[i].group, run, rows[i].reward, advantages, weights, part)
     return Tried(tuple(tried[i] for i in sorted(tried)), loss, batch.metrics)
 
 
@@ -140,41 +142,29 @@ def gradients(
 
     `policy`: log-probs [L] of the trained policy; None: those of the policy that sampled.
     """
-    lengths = [int(row.loss_mask.sum()) for row in micro]
 
     def packed(values: Sequence[Any]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([np.float64(v) for v in values]))
+        return torch.from_numpy(np.concatenate([np.asarray(v, np.float64) for v in values]))
 
     sampled = [row.logprobs[row.loss_mask] for row in micro]
+    rows = list(zip(micro, sampled, strict=True))
+    lengths = [len(values) for values in sampled]
     theta = packed(sampled if policy is None else policy).requires_grad_()
-    keep = [
-        np.ones(n, np.bool_) if r.keep is None else r.keep
-        for r, n in zip(micro, lengths, strict=True)
-    ]
     x = LossInputs(
         logprobs=theta,
-        old_logprobs=packed(
-            [s if row.old is None else row.old for row, s in zip(micro, sampled, strict=True)]
-        ),
-        ref_logprobs=packed(
-            [s if row.ref is None else row.ref for row, s in zip(micro, sampled, strict=True)]
-        ),
+        old_logprobs=packed([s if row.old is None else row.old for row, s in rows]),
+        ref_logprobs=packed([s if row.ref is None else row.ref for row, s in rows]),
         extra={name: packed([row.extra[name] for row in micro]) for name in micro[0].extra},
         advantages=packed(
-            [
-                np.zeros(n) if r.advantages is None else r.advantages
-                for r, n in zip(micro, lengths, strict=True)
-            ]
+            [np.zeros_like(s) if row.advantages is None else row.advantages for row, s in rows]
         ),
         weights=None if micro[0].weights is None else packed([row.weights for row in micro]),
-        mask=torch.from_numpy(np.concatenate(keep)),
+        mask=packed([np.ones_like(s) if row.keep is None else row.keep for row, s in rows]) > 0,
         row=torch.repeat_interleave(torch.arange(len(micro)), torch.tensor(lengths)),
         num_rows=len(micro),
         denominators=denominators,
-        run_tokens=packed([np.full(n, r.run_tokens) for r, n in zip(micro, lengths, strict=True)]),
-        group_tokens=packed(
-            [np.full(n, r.group_tokens) for r, n in zip(micro, lengths, strict=True)]
-        ),
+        run_tokens=packed([np.full_like(s, row.run_tokens) for row, s in rows]),
+        group_tokens=packed([np.full_like(s, row.group_tokens) for row, s in rows]),
         rollout_logprobs=packed(sampled),
     )
     loss = algorithm.loss(x).loss
@@ -184,10 +174,12 @@ def gradients(
 
 
 def _settings(algorithm_type: str, parts: Mapping[str, Any]) -> AlgorithmSettings:
-    defaults = algorithm_defaults(algorithm_type)
-    names = {f.name for f in fields(AlgorithmSettings)}
-    values = {name: value for name, value in vars(defaults).items() if name in names}
+    names = AlgorithmSettings.__dataclass_fields__
+    defaults = vars(algorithm_defaults(algorithm_type))
+    values = {name: value for name, value in defaults.items() if name in names}
     values["entropy_loss_fn"] = "none"  # hand-written rows have no logits
+    correction = parts.get("rollout_correction")
+    values["bypass_old_logprobs"] = correction is None or correction.bypass_mode
     for name, part in parts.items():
         marked = mark_of(part) if callable(part) else None
         values[name] = part if marked is None else marked.name

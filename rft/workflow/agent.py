@@ -82,9 +82,13 @@ class AgentWorkflow(Workflow):
                 unblocked(self.agent, "the agent", task, session.base_url, session.api_key)
             )
             info: dict[str, Any] = {}
+            ends = "it sent no request"
             if isinstance(returned, ProcessOutput):
                 info = {"agent_output": str(returned), **returned.info}
+                ends = returned.ends
                 returned = returned.score
+            if not ctx.completions:
+                raise AgentFailed(f"the agent made no model call: {session.refusal or ends}")
             if session.unused is not None:
                 info["agent_reward"] = session.unused
             score = session.score if returned is None else checked(returned)
@@ -94,11 +98,13 @@ class AgentWorkflow(Workflow):
 class ProcessOutput(str):
     """The output of a program, for the experience's info, and more of it.
 
-    `score`: of the run; None: the reward of the taskset or of the agent.
+    `score`: of the run; None: the reward of the taskset or of the agent.  `ends`: the ends of its
+    outputs.
     """
 
     score: Score | None = None
     info: Mapping[str, Any] = MappingProxyType({})
+    ends: str = ""
 
 
 def _relative(path: str) -> str:
@@ -241,9 +247,7 @@ class CommandAgent(AgentWorkflow):
             raise
         finally:
             os.close(keeper_end)
-        assert (
-            process.stdin is not None and process.stdout is not None and process.stderr is not None
-        )
+        assert process.stdin and process.stdout and process.stderr
         out = asyncio.ensure_future(_tail(process.stdout))
         err = asyncio.ensure_future(_tail(process.stderr))
         feeding = asyncio.ensure_future(_feed(process.stdin, stdin))
@@ -260,11 +264,13 @@ class CommandAgent(AgentWorkflow):
                 f"{self.args.command[0]} has ended, but something that it has started holds its "
                 f"output"
             )
+        texts = [stream.result().strip()[-_ERROR_CHARS:] for stream in (out, err)]
+        text = "\n".join(filter(None, texts)) or "no output"
         if code != 0:
-            texts = [stream.result().strip()[-_ERROR_CHARS:] for stream in (out, err)]
-            text = "\n".join(filter(None, texts)) or "no output"
             raise AgentFailed(f"{self.args.command[0]} ended with exit code {code}: {text}")
-        return ProcessOutput(out.result())
+        output = ProcessOutput(out.result())
+        output.ends = text
+        return output
 
 
 def prompt_text(task: Task) -> str:
@@ -272,7 +278,7 @@ def prompt_text(task: Task) -> str:
     texts = [plain_text(message.get("content")) for message in task.chat()]
     if None in texts:
         raise ValueError("a program that is an agent gets texts alone; the task has other parts")
-    return "\n\n".join(text for text in texts if text)
+    return "\n\n".join(filter(None, texts))
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
@@ -288,13 +294,13 @@ def _write(files: Mapping[str, str], home: str) -> None:
 
 async def _ended(process: asyncio.subprocess.Process, *streams: asyncio.Future[Any]) -> None:
     """Wait until the program and its children have ended, at most _CLOSE_S."""
-    waiting = asyncio.ensure_future(process.wait())
-    await asyncio.wait([waiting, *streams], timeout=_CLOSE_S)
-    for work in (waiting, *streams):
+    works = [asyncio.ensure_future(process.wait()), *streams]
+    await asyncio.wait(works, timeout=_CLOSE_S)
+    for work in works:
         work.cancel()
     if process.returncode is None:
         process.kill()
-    await asyncio.gather(waiting, *streams, return_exceptions=True)
+    await asyncio.gather(*works, return_exceptions=True)
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:

@@ -27,7 +27,6 @@ from rft.workflow.endpoint_wire import (
     Count,
     Part,
     applied,
-    checked,
     in_call_order,
     only,
     stops,
@@ -62,13 +61,12 @@ def _blocks(content: Any) -> Any:
 def _system(content: Any) -> str:
     """Leave out the line that differs in each request."""
     if isinstance(content, list):
-        content = [block for block in content if not _is_billing(block)]
+        content = [
+            block
+            for block in content
+            if not (isinstance(block, dict) and str(block.get("text")).startswith(_BILLING))
+        ]
     return text_of(content)
-
-
-def _is_billing(block: Any) -> bool:
-    text = block.get("text") if isinstance(block, dict) else None
-    return isinstance(text, str) and text.startswith(_BILLING)
 
 
 def _file_of(block: Any) -> bytes:
@@ -208,20 +206,18 @@ def read(body: Any, *, counting: bool = False) -> ApiRequest:
     """Return the request of a body of /v1/messages; `counting`: of /v1/messages/count_tokens, which
     needs no max_tokens.  Raises ApiError 400 that names the field.
     """
-    fields = applied(body, IGNORED, NEUTRAL)
-    ignored = [name for name in UNAPPLIED if fields.pop(name, None) is not None]
-    if counting:
-        fields.setdefault("max_tokens", 1)
-    request = checked(MessagesBody, fields, also=(*UNAPPLIED, *NEUTRAL, *IGNORED))
+    if counting and isinstance(body, dict):
+        body = {"max_tokens": 1, **body}
+    request, ignored = applied(MessagesBody, body, IGNORED, NEUTRAL, UNAPPLIED)
     if request.messages[-1].role == "assistant":
         text = (
             "messages must not end with one of the assistant: answers are not begun for the model"
         )
         raise ApiError(400, text, param="messages")
     choice = request.tool_choice
-    if choice is not None and choice.disable_parallel_tool_use:
+    if choice and choice.disable_parallel_tool_use:
         ignored.append("tool_choice.disable_parallel_tool_use")
-    if request.output_config is not None:
+    if request.output_config:
         ignored.append("output_config")
     sampling = request.model_dump(include={"temperature", "top_p", "top_k"}, exclude_unset=True)
     sampling["max_tokens"] = request.max_tokens
@@ -232,7 +228,7 @@ def read(body: Any, *, counting: bool = False) -> ApiRequest:
     return ApiRequest(
         model=request.model,
         **taken(in_call_order([*system, *_messages(request.messages)])),
-        tools=() if choice is not None and choice.type == "none" else tools,
+        tools=() if choice and choice.type == "none" else tools,
         stream=request.stream,
         sampling=sampling,
         ignored=tuple(ignored),

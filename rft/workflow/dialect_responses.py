@@ -22,7 +22,6 @@ from rft.workflow.endpoint_wire import (
     Count,
     Part,
     applied,
-    checked,
     in_call_order,
     only,
 )
@@ -174,21 +173,21 @@ class ResponsesBody(ApiBody):
 
 def read(body: Any) -> ApiRequest:
     """Return the request of a body of /v1/responses.  Raises ApiError 400 that names the field."""
-    fields = applied(body, IGNORED, NEUTRAL)
-    ignored = [name for name in UNAPPLIED if fields.pop(name, None) is not None]
-    request = checked(ResponsesBody, fields, also=(*UNAPPLIED, *NEUTRAL, *IGNORED))
-    if request.text is not None and "verbosity" in request.text:
+    request, ignored = applied(ResponsesBody, body, IGNORED, NEUTRAL, UNAPPLIED)
+    if not (messages := _messages(request.input)):
+        raise ApiError(400, "input has thoughts alone; it needs a message", param="input")
+    if "verbosity" in (request.text or ()):
         ignored.append("text.verbosity")
     system = [{"role": "system", "content": request.instructions}] if request.instructions else []
     previous = request.previous_response_id or ""
     call = previous.removeprefix("resp_")
     sampling = request.model_dump(include={"temperature", "top_p"}, exclude_unset=True)
-    if request.max_output_tokens is not None:
+    if request.max_output_tokens:
         sampling["max_tokens"] = request.max_output_tokens
     tools = None if request.tools is None else tuple(tool.chat_form() for tool in request.tools)
     return ApiRequest(
         model=request.model,
-        **taken(in_call_order([*([] if previous else system), *_messages(request.input)])),
+        **taken(in_call_order([*([] if previous else system), *messages])),
         tools=() if body.get("tool_choice") == "none" else tools,
         stream=request.stream,
         sampling=sampling,

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from rft.types.completion import Completion
@@ -28,10 +29,6 @@ class ApiAnswer:
     created: float = field(default_factory=time.time)
 
 
-def openais_error(error: ApiError) -> dict[str, Any]:
-    return error.body
-
-
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
     """One API: `read` checks a body; `body`, `events` and `error` write.
@@ -42,8 +39,8 @@ class Dialect:
     read: Callable[[Any], ApiRequest]
     body: Callable[[ApiRequest, ApiAnswer], dict[str, Any]]
     events: Callable[[ApiRequest, ApiAnswer], Iterable[dict[str, Any]]]
-    error: Callable[[ApiError], dict[str, Any]] = openais_error
-    error_event: Callable[[ApiError], dict[str, Any]] = openais_error
+    error: Callable[[ApiError], dict[str, Any]] = attrgetter("body")
+    error_event: Callable[[ApiError], dict[str, Any]] = attrgetter("body")
     statuses: Mapping[int, int] = field(default_factory=dict)
     end: bytes = b""
 

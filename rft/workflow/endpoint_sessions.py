@@ -110,7 +110,7 @@ class Session:
             raise ApiError(
                 400, text, param="previous_response_id", code="previous_response_not_found"
             )
-        earlier = turn.messages[1 if request.without_instructions else 0 :]
+        earlier = turn.messages[request.without_instructions :]
         answer = without_reasoning([turn.completion.message])
         system = [{"role": "system", "content": request.instructions}]
         messages = (
@@ -186,7 +186,7 @@ class ModelSession(Session):
 class RunSession(Session):
     """The policy, for one run: calls are recorded, rewards are taken.
 
-    `failure`: an error of the engine; `score`: posted for the whole run; `unused`: a posted reward
+    `failure`: an error of the engine; `refusal`: of the last refused call; `score`: posted for the whole run; `unused`: a posted reward
     that does not count, because the taskset has a reward and `agent_reward` is not set.
     """
 
@@ -200,6 +200,7 @@ class RunSession(Session):
         self._counts = agent_reward or task.reward is None
         self.unused: float | None = None
         self.base_url = ""
+        self.refusal = ""
         self.score: Score | None = None
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -220,8 +221,9 @@ class RunSession(Session):
     async def _recorded(self, request: ApiRequest) -> list[Turn]:
         try:
             turns = await self.generate(request)
-        except RftError as e:
-            if not self.failure.done():
+        except Exception as e:
+            self.refusal = str(e)
+            if isinstance(e, RftError) and not self.failure.done():
                 self.failure.set_exception(e)
             raise
         for turn in turns:

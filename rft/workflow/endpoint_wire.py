@@ -166,9 +166,11 @@ def checked(model: type[M], body: Any, *, also: Iterable[str] = ()) -> M:
         return model.model_validate(body)
     except ValidationError as e:
         first = e.errors(include_url=False)[0]
-    loc = _without_tags(body, first["loc"])
-    where = _path(loc)
     kind = first["type"]
+    loc = _without_tags(body, first["loc"])
+    if kind == "missing":
+        loc.append(first["loc"][-1])
+    where = _path(loc)
     code = None
     if kind == "extra_forbidden":
         code = "unknown_parameter"
@@ -191,15 +193,13 @@ def checked(model: type[M], body: Any, *, also: Iterable[str] = ()) -> M:
 
 
 def _without_tags(value: Any, loc: Sequence[str | int]) -> list[str | int]:
-    """Return a path without the names of kinds that pydantic adds to it."""
+    """Return the part of a path that is there: pydantic adds names of kinds."""
     path: list[str | int] = []
-    for i, part in enumerate(loc, 1):
+    for part in loc:
         in_list = isinstance(value, list) and isinstance(part, int)
         if in_list or (isinstance(value, dict) and part in value):
             value = value[part]
-        elif i < len(loc):  # the last one may be missing
-            continue
-        path.append(part)
+            path.append(part)
     return path
 
 
@@ -267,12 +267,6 @@ def _prompt(prompt: Any) -> str | tuple[int, ...]:
     )
 
 
-def _arguments(arguments: Any) -> Any:
-    if not isinstance(arguments, str | dict):
-        raise wrong("it must be JSON text or an object")
-    return arguments
-
-
 def _not_zero(top_k: int) -> int:
     if top_k == 0:
         raise wrong("it must be -1, for all tokens, or at least 1")
@@ -287,7 +281,7 @@ class Part(BaseModel):
 
 class CalledFunction(Part):
     name: str
-    arguments: Annotated[Any, AfterValidator(_arguments)] = "{}"
+    arguments: str | dict[str, Any] = "{}"
 
 
 class ApiToolCall(Part):
@@ -392,10 +386,14 @@ IGNORED = (
     "store",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
     "service_tier",
     "return_tokens_as_token_ids",
     "timeout",
 )
+# what the taskset decides; listed in the header of the answer
+UNAPPLIED = ("reasoning_effort", "verbosity")
 # would constrain the answer, except with these values
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
@@ -412,18 +410,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class Body(Sampling):
-    """Fields of both addresses, besides IGNORED and NEUTRAL."""
+    """Fields of both addresses, besides IGNORED, UNAPPLIED and NEUTRAL."""
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     stream_options: dict[str, Any] = {}
     chat_template_kwargs: dict[str, Any] = {}
     return_token_ids: bool = False
-    tools: list[ApiTool] | None = None
 
 
 class ChatBody(Body):
     """POST /v1/chat/completions."""
 
+    tools: list[ApiTool] | None = None
     messages: Annotated[list[Message], Field(min_length=1)]
     logprobs: bool = False
 
@@ -438,10 +436,14 @@ class TextBody(Body):
 
 
 def applied(
-    body: Any, ignored: Iterable[str], neutral: Mapping[str, Sequence[Any]]
-) -> dict[str, Any]:
-    """Return the fields of a body to be read.  Raises ApiError 400 for other values of `neutral`
-    fields than these.
+    model: type[M],
+    body: Any,
+    ignored: Iterable[str],
+    neutral: Mapping[str, Sequence[Any]],
+    unapplied: Iterable[str],
+) -> tuple[M, list[str]]:
+    """Return the body as `model`, and which of `unapplied` it sets.  Raises ApiError 400, also for
+    other values of `neutral` fields than these.
     """
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
@@ -450,7 +452,8 @@ def applied(
         if name in fields and fields.pop(name) not in values:
             text = f"{name} is {json.dumps(body[name])[:_SHOWN]}: {UNCONSTRAINED}"
             raise ApiError(400, text, param=name, code=_UNSUPPORTED)
-    return fields
+    unapplied_set = [name for name in unapplied if fields.pop(name, None) is not None]
+    return checked(model, fields, also=(*unapplied, *neutral, *ignored)), unapplied_set
 
 
 def in_call_order(messages: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -473,20 +476,19 @@ def read(body: Any, *, chat: bool) -> ApiRequest:
     """Return the request of a body of /v1/chat/completions (or /v1/completions).  Raises ApiError
     400 that names the field.
     """
-    fields = applied(body, IGNORED, NEUTRAL)
-    also = (*IGNORED, *NEUTRAL)
-    request: ChatBody | TextBody
-    content: dict[str, Any]
-    if chat:
-        request = checked(ChatBody, fields, also=also)
-        content = taken(in_call_order(m.normalized() for m in request.messages))
-    else:
-        request = checked(TextBody, fields, also=also)
+    model: type[ChatBody | TextBody] = ChatBody if chat else TextBody
+    request, ignored = applied(model, body, IGNORED, NEUTRAL, UNAPPLIED)
+    content: dict[str, Any] = {}
+    tools = None
+    if isinstance(request, TextBody):
         content = {"prompts": request.prompt}
-    tools = None if request.tools is None else tuple(fields["tools"])
+    else:
+        content = taken(in_call_order(m.normalized() for m in request.messages))
+        tools = None if request.tools is None else tuple(body["tools"])
     return ApiRequest(
         model=request.model,
         tools=() if body.get("tool_choice") == "none" else tools,
+        ignored=tuple(ignored),
         n=request.n,
         stream=request.stream,
         usage_in_stream=bool(request.stream_options.get("include_usage")),

@@ -254,16 +254,17 @@ class TaskRuns:
         return PlayedRun(rows, value, run.run_s, reward_s, run.attempt + 1, run.ended, images)
 
     def _failed(self, run: Run, error: Exception) -> Experience:
-        """Make the row of a failed run: one line of reason, and the end of the traceback; without
-        secrets.
+        """Make the row of a failed run: one line of reason, and the end of the traceback, without
+        secrets; beside the info of its transcript.
         """
+        info = {} if run.transcript is None else run.transcript.info
         return failed(
             self.group.run(run.number, run.attempt),
             taskset=self.task.taskset,
             task_index=self.task.index,
             workflow=self.recipe.name,
             reason=_without_middle(redact(reason_of(error))) or type(error).__name__,
-            info={"traceback": last_lines(error)[-4000:], "attempts": run.attempt + 1},
+            info={**info, "traceback": last_lines(error)[-4000:], "attempts": run.attempt + 1},
         )
 
     async def _retry(self, play: Callable[[int], Awaitable[T]]) -> tuple[T | None, Run]:
@@ -330,7 +331,8 @@ class TaskRuns:
             return None
         if self.recipe.reward is None:
             raise RunError(
-                f"{workflow} gave no score and taskset {self.task.taskset} names no reward"
+                f"{workflow} gave no score and taskset {self.task.taskset} names no reward; name "
+                f"one in default_reward_fn_type, or return a score (a program posts it to /v1/reward)"
             )
         return await self.reward(transcript)
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rft.engine.settings import ExternalPolicyConfig
+from rft.images.decode import MAX_PIXELS
 from rft.schema import units
 from rft.schema.base import Diagnostics, IgnoreCase, Name, Section, key, safe_key, section
 from rft.trainer.settings import LoraSettings
@@ -57,7 +58,11 @@ class ImageProcessorConfig(Section):
     """Entries that replace those of preprocessor_config.json, for families that have them."""
 
     min_pixels: int | None = key(
-        None, "A smaller image is enlarged to it.  Null: the model's own.", unit="pixels", ge=1
+        None,
+        "A smaller image is enlarged to it.  Null: the model's own.",
+        unit="pixels",
+        ge=1,
+        le=MAX_PIXELS,
     )
     max_pixels: int | None = key(
         None,

@@ -99,7 +99,11 @@ class Gateway(Endpoint):
     def _client(self, request: web.Request) -> str:
         """Name of the client whose key this is."""
         if (name := self._clients.get(key_of(request))) is None:
-            raise ApiError(401, "wrong key: this takes the key of a client", code="invalid_api_key")
+            text = (
+                "wrong key: send `Authorization: Bearer KEY` with the key of a client, which is in "
+                "RFT_SERVE_KEY, or in explorer.serve.clients_file as a hash"
+            )
+            raise ApiError(401, text, code="invalid_api_key")
         return name
 
     async def respond(

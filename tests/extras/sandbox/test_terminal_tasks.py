@@ -140,14 +140,21 @@ async def test_the_agent_of_the_example_plays_inside(
         await asyncio.to_thread(subprocess.run, [*engine, "rmi", "--force", image], check=True)
 
 
-async def test_an_agent_that_cannot_start_fails_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (["no-such-agent"], "no-such-agent cannot be started"),
+        (["sh", "-c", "echo no provider >&2; exit 1"], "made no model call: no provider"),
+    ],
+    ids=["it cannot start", "it asks nothing"],
+)
+async def test_an_agent_without_a_call_fails_the_run(
+    command: list[str], why: str, tmp_path: Path
+) -> None:
     row = {"prompt": "p", "folder": str(_task(tmp_path))}
-    with pytest.raises(AgentFailed, match="no-such-agent cannot be started"):
+    with pytest.raises(AgentFailed, match=why):
         await run_workflow_async(
-            "terminal_workflow",
-            row,
-            ScriptedEngine("x"),
-            workflow_args={"command": ["no-such-agent"]},
+            "terminal_workflow", row, ScriptedEngine("x"), workflow_args={"command": command}
         )
 
 

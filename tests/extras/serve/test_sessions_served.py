@@ -692,6 +692,8 @@ async def test_a_client_is_told_of_the_model(tmp_path, monkeypatch):
         ]
         async with served.http("rft-guess") as http:
             assert (await http.get("/v1/models")).status_code == 401
+            refused = await http.post("/v1/sessions", json={"task_id": "t"})
+            assert refused.status_code == 401 and "Bearer KEY" in refused.text
 
 
 async def test_a_reward_that_comes_while_its_group_is_stored_is_refused(tmp_path, monkeypatch):

@@ -12,9 +12,10 @@ import torch
 
 from rft.algorithm import composition
 from rft.algorithm.base import Advantages, Denominators, LossInputs, StepInputs, StepRow
+from rft.algorithm.catalog import check_args
 from rft.algorithm.composition import as_advantages, build
 from rft.algorithm.settings import AlgorithmSettings, CorrectionConfig
-from rft.errors import ConfigError
+from rft.errors import ConfigError, RunFailed
 from rft.types.ports import GroupStats
 
 FULL = AlgorithmSettings(
@@ -128,10 +129,10 @@ def test_advantages_go_through() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (np.zeros(3), "3 advantages were given for 2 rows"),
+        (np.zeros(3), "zip.. argument 2 is shorter"),
         (
             [np.zeros(2), np.zeros(5)],
-            r"group g, run 1: advantages of shape \(5,\) for 3 trained tokens",
+            r"group g, run 1: shape \(5,\) for 3 trained tokens",
         ),
         (Advantages(values=[np.zeros(2, np.float32)] * 2), r"shape \(2,\) for 3 trained"),
     ],
@@ -270,3 +271,55 @@ def test_a_correction_of_the_same_tokens_is_computed_once(
     assert len(counted) == calls
     if "rollout_is" in correction:
         assert made.weights is not None and np.allclose(made.weights[0], [np.exp(-0.5), 2.0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "result", "says"),
+    [
+        ("advantage_fn", "None", "None: "),
+        ("advantage_fn", "[None] * len(x.rows)", "a number for each run"),
+        ("advantage_fn", "['a'] * len(x.rows)", "a number for each run"),
+        ("advantage_fn", "[1j] * len(x.rows)", "a number for each run"),
+        ("sample_strategy", "None", "a list of numbers of runs"),
+        ("sample_strategy", "'all'", "a list of numbers of runs"),
+        ("sample_strategy", "[0.5]", "a list of numbers of runs"),
+        ("sample_strategy", "[2]", "out of bounds"),
+        ("policy_loss_fn", "None", "a LossOutput"),
+        ("policy_loss_fn", "LossOutput(-x.logprobs)", "a LossOutput"),
+        ("policy_loss_fn", "LossOutput(1.0)", "'float' object"),
+    ],
+)
+def test_a_wrong_result_names_the_part_and_what_is_allowed(
+    tmp_path: Path, kind: str, result: str, says: str
+) -> None:
+    file = tmp_path / "parts.py"
+    file.write_text(f"from rft import LossOutput\ndef part(x, args): return {result}\n")
+    algorithm = build(AlgorithmSettings(**{kind: f"{file}:part"}))
+    with pytest.raises(RunFailed, match=rf"algorithm.{kind}: .*:part returned .*{says}") as raised:
+        if kind == "policy_loss_fn":
+            algorithm.loss(step())
+        else:
+            rows = [
+                StepRow(group="g", run=i, step=0, reward=1.0, logprobs=np.zeros(2, np.float32))
+                for i in range(2)
+            ]
+            stats = GroupStats(group="g", rewards=(1.0, 1.0), mean=1.0, std=0.0)
+            algorithm.prepare(StepInputs(rows=rows, groups={"g": stats}))
+    assert "; allowed is " in str(raised.value)
+
+
+def test_a_sample_strategy_may_return_a_mask(tmp_path: Path) -> None:
+    (tmp_path / "parts.py").write_text("def part(x, args): return [r.reward > 0 for r in x.rows]")
+    rows = [
+        StepRow(group="g", run=i, step=0, reward=i, logprobs=np.zeros(2, np.float32))
+        for i in range(2)
+    ]
+    stats = GroupStats(group="g", rewards=(0.0, 1.0), mean=0.5, std=0.7)
+    algorithm = build(AlgorithmSettings(sample_strategy=f"{tmp_path}/parts.py:part"))
+    assert algorithm.prepare(StepInputs(rows=rows, groups={"g": stats})).selected == [1]
+
+
+def test_an_async_part_is_refused_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "parts.py").write_text("async def part(x, args): ...")
+    with pytest.raises(ConfigError, match=r"parts.py:part' is async"):
+        check_args("advantage_fn", f"{tmp_path}/parts.py:part", {})

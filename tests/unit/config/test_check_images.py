@@ -63,6 +63,12 @@ def test_what_the_model_cannot_read_is_refused_with_its_row(tmp_path: Path) -> N
         r"vllm is proven with images of Qwen2-VL": checked(
             gemma, "explorer.rollout_model.engine_type=vllm"
         ),
+        r"min_pixels: given 100000000000; must be at most 64000000": checked(
+            gemma, "model.image_processor_args.min_pixels=100000000000"
+        ),
+        r"row 0 of .* has 0 placeholders .* and 1 images": checked(
+            gemma, "model.custom_chat_template='{{ messages[0].role }}'"
+        ),
         r"min_pixels: 64 is more than max_pixels 32": checked(gemma, limits),
     }
     for message, report in refused.items():
@@ -91,6 +97,25 @@ def test_the_sizes_of_the_language_model_are_limits(family: str, tmp_path: Path)
     within = "model.max_prompt_tokens=500", "model.max_response_tokens=12"
     for overrides in (within, ("model.max_prompt_tokens=501", within[1], longer)):
         assert checked(model, *overrides).errors == ()
+
+
+def test_sizes_that_a_config_leaves_out_are_those_of_transformers(tmp_path: Path) -> None:
+    model = tiny_vision.make(tmp_path / "model", "gemma3")
+    file = model / "config.json"
+    config = json.loads(file.read_text())
+    for name in ("max_position_embeddings", "num_attention_heads", "vocab_size"):
+        config["text_config"].pop(name)
+    file.write_text(json.dumps(config))
+    engine = "explorer.rollout_model"
+    report = checked(
+        model,
+        "model.max_model_len=131073",
+        f"{engine}.engine_type=vllm",
+        f"{engine}.tensor_parallel_size=3",
+    )
+    assert "the model knows 131072 positions" in str(report.errors)
+    assert "is 3, which does not divide the attention heads" in str(report.errors)  # 8 by default
+    assert "memory is not estimated" not in str(report.notes)
 
 
 def test_a_judge_of_texts_is_refused_unless_it_need_not_see(tmp_path: Path) -> None:

@@ -701,7 +701,7 @@ def test_answers_of_pairs_may_lie_below_a_column(given: Any, tiny_model: Path) -
         (7, "'data.completion' must be a text, or a chat that ends with the assistant$"),
         (
             [{"role": "assistant", "content": [{"type": "image"}]}],
-            "images, sound and videos are not offered",
+            "parts of images need format.image_key, sound and videos are not offered",
         ),
         (
             [{"role": "user", "content": "other"}, {"role": "assistant", "content": "4"}],

@@ -86,7 +86,7 @@ def test_parquet_bytes_and_veRLs_columns(tmp_path):
     assert parts(task) == ["RED", "How many?"]
     assert task.row["images"] == [Image.of(RED).sha256]
     with pytest.raises(
-        ConfigError, match=r"column 'images' holds images, sound or videos, which are"
+        ConfigError, match=r"column 'images' holds images, .* name .* in format.image_key"
     ):
         opened(file, image_key="")
 
@@ -103,12 +103,21 @@ def test_content_parts_of_openai_and_of_data_sets(tmp_path):
     assert parts(rows.task(0)) == ["RED", "a"]
     assert parts(rows.task(1)) == ["b", "RED"]
     json.dumps(rows.task(0).row)
+    alone = opened(
+        jsonl(tmp_path, {"message": [{"role": "user", "content": own}]}),
+        prompt_type="messages",
+        image_key="pictures",
+    )
+    assert parts(alone.task(0)) == ["RED", "a"]
 
 
 BAD = {
     "truncated": ({"images": URL[:-80]}, "image 1 of 1: a d"),
     "address": ({"images": "https://192.0.2.1/a.png"}, "is an address; download it"),
     "absent": ({"images": "absent.png"}, "does not exist"),
+    "a long name": ({"images": "a" * 5000}, r"a{100,300} does not exist, .* or a data URL"),
+    "base64 alone": ({"images": URL.split(",")[1]}, r"does not exist, .* data URL \(data:"),
+    "no image in it": ({"images": [{"x": 1}]}, r"\{'x': 1\} \(dict\) is no image"),
     "number": ({"images": [5]}, r"5 \(int\) is no image"),
     "markers": ({"prompt": "<image><image>", "images": [URL]}, "2 places .* and 1 images"),
     "too many": ({"prompt": "<image>", "images": [URL, URL]}, "1 places .* and 2 images"),

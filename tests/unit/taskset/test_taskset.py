@@ -434,7 +434,7 @@ def test_the_content_of_a_message_is_text(tmp_path):
     assert opened(*said).chat() == [{"role": "user", "content": "2+2?"}]
     with pytest.raises(
         ConfigError,
-        match=r"data\.jsonl:1: .*content is text; images, sound and videos are not offered",
+        match=r"data\.jsonl:1: .*content is text; parts of images need format.image_key, sound",
     ):
         opened(*said, {"type": "image_url", "image_url": {"url": "x.png"}})
 
@@ -516,8 +516,8 @@ def test_a_data_set_with_pictures_is_refused(tmp_path):
     made.save_to_disk(tmp_path / "pictures")
     with pytest.raises(
         ConfigError,
-        match=r"column 'shown' holds images, sound or videos, which are not offered; "
-        r".*save_to_disk",
+        match=r"column 'shown' holds images, sound or videos; name .* in "
+        r"format.image_key, .*save_to_disk",
     ):
         open_taskset(settings(tmp_path / "pictures"))
     made.remove_columns("shown").save_to_disk(tmp_path / "texts")
@@ -527,7 +527,7 @@ def test_a_data_set_with_pictures_is_refused(tmp_path):
     )  # also without Hugging Face's own account
     with pytest.raises(
         ConfigError,
-        match=r"rows\.parquet: column 'shown' holds images, sound or videos, .*to_parquet",
+        match=r"rows\.parquet: column 'shown' holds images, sound or videos; .*to_parquet",
     ):
         open_taskset(settings(tmp_path / "rows.parquet"))
     with pytest.raises(

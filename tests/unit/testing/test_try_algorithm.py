@@ -48,6 +48,25 @@ def test_a_registered_function_and_what_it_computes() -> None:
     assert weighted.rows[0].advantages.tolist() == [0.5, 0.5]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # numpy's, outside of tests no error
+def test_an_array_of_one_token() -> None:
+    tried = try_algorithm([AlgorithmRow(reward=1.0, logprobs=[-1.0], new=np.array([-1.5]))], "sft")
+    assert tried.rows[0].gradients.tolist() == [-1.0]
+
+
+def test_the_ratio_is_against_the_sampler_where_a_part_reads_old_logprobs() -> None:
+    rows = [
+        AlgorithmRow(reward=r, logprobs=[-1.0], new=[-1.1], computed={"old": [-1.1]})
+        for r in (0.0, 1.0)
+    ]
+    _, sampler = try_algorithm(rows, "m2po", advantage_fn_args={"norm_by_std": False}).rows
+    assert sampler.gradients == pytest.approx([-0.25 * math.exp(-0.1)])
+    trainer = try_algorithm(
+        rows, "m2po", advantage_fn_args={"norm_by_std": False}, bypass_old_logprobs=False
+    )
+    assert trainer.rows[1].gradients == pytest.approx([-0.25])
+
+
 def test_unknown_parts_are_named() -> None:
     with pytest.raises(ConfigError, match="advantage_fn"):
         try_algorithm([AlgorithmRow(reward=1.0)], advantage_fn="grop")

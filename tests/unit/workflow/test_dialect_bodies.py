@@ -93,6 +93,7 @@ WRONG: tuple[Any, ...] = (7, -1.5, "x", True, [], [7], {}, {"type": "image"}, "\
 # (page, changed fields, what the message names)
 NAMED: list[tuple[str, dict[str, Any], str]] = [
     ("/responses", {"input": []}, "input"),
+    ("/responses", {"input": [{"type": "reasoning", "id": "rs_1", "summary": []}]}, "input"),
     ("/responses", {"input": [{"role": "king", "content": "x"}]}, "input[0].role"),
     ("/responses", {"input": [{"type": "computer_call"}]}, "input[0].type"),
     ("/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),

@@ -305,6 +305,10 @@ async def test_fields_that_are_not_applied_are_listed() -> None:
         more = {"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}, "top_k": 5}
         got = await http.post("/messages", json=message(**more, metadata={"user_id": "u"}))
         assert got.headers["x-rft-ignored"] == "output_config, thinking, top_k"
+        chat: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+        chat |= {"reasoning_effort": "low", "verbosity": "low", "prompt_cache_retention": "24h"}
+        got = await http.post("/chat/completions", json=chat)
+        assert got.headers["x-rft-ignored"] == "reasoning_effort, verbosity"
 
 
 STREAMS: list[tuple[str, dict[str, Any]]] = [

@@ -304,6 +304,8 @@ async def test_completions_take_texts_and_tokens():
             assert (await http.post("/completions", json={"prompt": prompt})).status_code == 400, (
                 prompt
             )
+        got = await http.post("/completions", json={"prompt": "a", "tools": [TOOL]})
+        assert (got.status_code, got.json()["error"]["param"]) == (400, "tools")
     assert len(ctx.completions) == 6
 
 
@@ -494,6 +496,34 @@ async def test_a_program_is_an_agent():
     group = await play(engine, "agent_command_workflow", workflow_args=args, reward="exact_answer")
     reason = group.rows[0].reason
     assert "exit code 1" in reason and reason.endswith("x last") and len(reason) == 300
+
+
+REFUSED = """
+import os, httpx
+key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+httpx.post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json={"messages": [{"role": "user", "content": 5000 * "x"}]}, headers=key)
+"""
+SILENT = [
+    ("import sys; print('no provider'); print('set KEY', file=sys.stderr)", "no provider\nset KEY"),
+    ("pass", "no output"),
+    (REFUSED, "tokens, the engine takes at most"),
+]
+
+
+@pytest.mark.parametrize(("program", "why"), SILENT, ids=["errors", "silence", "refused"])
+async def test_a_program_without_a_model_call_says_why(program, why):
+    args = {"command": [sys.executable, "-c", program]}
+    engine = ScriptedEngine(answer=lambda m: "4")
+    group = await play(engine, "agent_command_workflow", workflow_args=args)
+    assert "made no model call: " in group.rows[0].reason and why in group.rows[0].reason
+
+
+async def test_an_unscored_programs_output_is_kept():
+    args = {"command": [sys.executable, "-c", PROGRAM]}
+    engine = ScriptedEngine(answer=lambda m: "4")
+    (row,) = (await play(engine, "agent_command_workflow", workflow_args=args)).rows
+    assert row.status == "failed" and "names no reward; name one in" in row.reason
+    assert row.info["agent_output"] == "4\n" and "RunError" in row.info["traceback"]
 
 
 HANGS = """
