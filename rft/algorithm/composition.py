@@ -296,7 +296,8 @@ def _shaped(arrays: Sequence[np.ndarray], rows: Sequence[StepRow]) -> Sequence[n
     return arrays
 
 
-# by kind: what checks the value that a part returned, and what it may be
+# by kind: check of the value that a part returned (it raises, or returns what is used), and what
+# the value may be
 _RESULTS: Any = {
     "advantage_fn": (
         lambda value, x: as_advantages(value, x.rows),
@@ -306,11 +307,13 @@ _RESULTS: Any = {
         lambda value, x: _shaped(value, x.rows),
         "an array of its trained tokens for each run",
     ),
+    # as numpy selects: an unknown number is an IndexError, booleans are a mask
     "sample_strategy": (
         lambda value, x: np.arange(len(x.rows))[list(value)].tolist(),
         "a list of numbers of runs",
     ),
 }
+# for every other kind; `view` raises unless the loss is one number
 _LOSS = (
     lambda value, _: replace(value, loss=value.loss.view(())),
     "a LossOutput, as rft.algorithm.ratio.output makes it",

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rft.launch.rundir import RunDir
@@ -88,12 +87,7 @@ class Progress:
         logging.getLogger("rft.launch").addHandler(self._starting)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         logging.getLogger("rft.launch").removeHandler(self._starting)
         if self._bar is not None:
             self._bar.stop()

@@ -226,11 +226,7 @@ def _classifier(e: EngineSettings, shape: ModelShape) -> tuple[Term, ...]:
     weights = max(0, shape.parameters - (0 if shape.tied else shape.embedding)) * item
     return (
         Term("process", TRANSFORMERS_PROCESS, "constant"),
-        Term(
-            "tokenizer",
-            shape.vocab * TOKENIZER_ENTRY,
-            f"{shape.vocab} entries x {TOKENIZER_ENTRY} bytes",
-        ),
+        _tokenizer(shape),
         Term("weights", weights, f"{size_text(weights)}, without an output layer"),
         Term("forward", tokens * (3 * shape.mlp + 4 * shape.hidden) * item, f"{tokens} tokens"),
     )
@@ -262,11 +258,7 @@ def _vllm(
             f"{size_text(VLLM_FRONT)} + {tp} x {size_text(VLLM_CORE)}",
         ),
         Term("kernels", tp * VLLM_KERNELS, f"{tp} x {size_text(VLLM_KERNELS)}, in time"),
-        Term(
-            "tokenizer",
-            shape.vocab * TOKENIZER_ENTRY,
-            f"{shape.vocab} entries x {TOKENIZER_ENTRY} bytes",
-        ),
+        _tokenizer(shape),
         Term("weights", weights, count_text(shape.parameters, item)),
         Term(
             "packed output layer",
@@ -283,13 +275,18 @@ def _vllm(
             max(weights, decode),
             f"larger of {size_text(weights)} and {size_text(decode)}",
         ),
-        Term(
-            "published weights (memory-mapped)",
-            weights,
-            "while it loads; also in others",
-            shared=True,
-        ),
+        _published(weights),
     ]
+
+
+def _tokenizer(shape: ModelShape) -> Term:
+    text = f"{shape.vocab} entries x {TOKENIZER_ENTRY} bytes"
+    return Term("tokenizer", shape.vocab * TOKENIZER_ENTRY, text)
+
+
+def _published(weights: int) -> Term:
+    text = "while it loads; also in others"
+    return Term("published weights (memory-mapped)", weights, text, shared=True)
 
 
 def _transformers(
@@ -307,11 +304,7 @@ def _transformers(
     prefill = tokens * (shape.cached + 3 * shape.mlp + 4 * shape.hidden) * item
     return [
         Term("process", TRANSFORMERS_PROCESS, "constant"),
-        Term(
-            "tokenizer",
-            shape.vocab * TOKENIZER_ENTRY,
-            f"{shape.vocab} entries x {TOKENIZER_ENTRY} bytes",
-        ),
+        _tokenizer(shape),
         Term("weights", weights, count_text(shape.parameters, item)),
         Term(
             "key/value cache",
@@ -323,12 +316,7 @@ def _transformers(
             prefill + _sampling(plan, e, shape),
             f"{tokens} tokens, {rows} texts",
         ),
-        Term(
-            "published weights (memory-mapped)",
-            weights,
-            "while it loads; also in others",
-            shared=True,
-        ),
+        _published(weights),
     ]
 
 

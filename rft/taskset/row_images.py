@@ -65,9 +65,10 @@ def with_images(
     """
     fmt = settings.format
     folder = folder_of(settings.path)
-    files = read(lookup(row, fmt.image_key), folder)
+    value = lookup(row, fmt.image_key)
+    files = read(value, folder)
     chat = messages or ({"role": "user", "content": prompt},)
-    chat, images = placed(chat, files, folder)
+    chat, images = placed(chat, files, folder, marked=value is not ABSENT)
     if not images:
         return row, prompt, messages, ()
     if fmt.image_key in row:
@@ -131,13 +132,16 @@ def placed(
     images: Sequence[Image],
     folder: Path,
     by_sha256: Mapping[str, Image] = _NONE,
+    *,
+    marked: bool = False,
 ) -> tuple[tuple[dict[str, Any], ...], tuple[Image, ...]]:
     """Return messages whose content names its images, and these images, each once.
 
     Parts with an image of their own, or the sha256 of one in `by_sha256` or `images`, keep it.
     The other `images`, those of a column, go to the parts without one and to the markers <image> in
     texts, in order; without either they stand before the text of the last message of the user.
-    Raises ValueError unless there are as many as places for them.
+    Without `images`, <image> is such a marker only if `marked`.  Raises ValueError unless there are
+    as many as places for them.
     """
     by_sha256 = {**by_sha256, **{image.sha256: image for image in images}}
     named = {name for name in names_in(messages) if isinstance(name, str)}
@@ -157,7 +161,9 @@ def placed(
         return image.part
 
     done = [
-        _message(m, image_part, bool(images), lambda value: read([value], folder, by_sha256)[0])
+        _message(
+            m, image_part, marked or bool(images), lambda value: read([value], folder, by_sha256)[0]
+        )
         for m in messages
     ]
     if images and not count:

@@ -120,6 +120,7 @@ BAD = {
     "no image in it": ({"images": [{"x": 1}]}, r"\{'x': 1\} \(dict\) is no image"),
     "number": ({"images": [5]}, r"5 \(int\) is no image"),
     "markers": ({"prompt": "<image><image>", "images": [URL]}, "2 places .* and 1 images"),
+    "a marker alone": ({"prompt": "<image>", "images": None}, "1 places .* and 0 images"),
     "too many": ({"prompt": "<image>", "images": [URL, URL]}, "1 places .* and 2 images"),
 }
 
