@@ -88,10 +88,12 @@ def waits(noun: str, whom: str, *, count: int = 1, opaque: bool = False) -> Iter
     before = _INNERMOST.set(entry)
     if outer is not None:
         outer.inside += 1
+    entry.since = clock()
+    _ONGOING[entry] = None
     try:
-        with _entered(entry):
-            yield
+        yield
     finally:
+        del _ONGOING[entry]
         _INNERMOST.reset(before)
         if outer is not None:
             outer.inside -= 1
