@@ -83,9 +83,8 @@ class Side(harness.Child):
         spec: dict[str, Any],
         folder: Path,
         threads: int,
-        tree: Path = harness.ROOT,
+        **env: str,
     ) -> None:
-        """`tree`: the folder whose rft is imported."""
         folder.mkdir()
         path = folder / "spec.json"
         path.write_text(json.dumps({**spec, "folder": str(folder)}))
@@ -94,11 +93,7 @@ class Side(harness.Child):
             [python, harness.ROOT / "scripts" / script, path],
             ready_s=START_S,
             answer_s=STEP_S,
-            env={
-                **trainer_environment(threads),
-                "HF_HUB_OFFLINE": "1",
-                "PYTHONPATH": str(tree),
-            },
+            env={**trainer_environment(threads), "HF_HUB_OFFLINE": "1", **env},
         )
         self.folder = folder
         self.reports = list[dict[str, Any]]()

@@ -4,8 +4,9 @@
 
 Each layout trains the fixed rollouts of `bench_trainer.py` in fresh processes of both sides, which
 take their steps in turn; libraries and the script that drives a step are the same on both sides.
-Prints one JSON object per layout; ratios are this tree's / the commit's.  Exit code 1 if a peak is
-over 2 % larger or a step over 5 % longer.
+Prints one JSON object per layout; ratios are this tree's / the commit's, lists begin with this tree.
+Exit code 1 if a peak is over 2 % larger, or the lower end of the step ratio's 95 % interval over
+1.05.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def main() -> int:
 def race(
     folder: Path, old: Path, overrides: list[str], rows: int, steps: int
 ) -> list[list[dict[str, Any]]]:
-    """What `train_step.py` reports of each step, of this tree and of the old one."""
+    """Return what `train_step.py` reports of each step, of this tree and of the old one."""
     folder.mkdir()
     threads = os.cpu_count() or 1
     spec = {"model": str(smollm2()), "lr": LR, "noise": NOISE, "overrides": overrides}
@@ -72,7 +73,14 @@ def race(
             path = folder / f"{side}.safetensors"
             rollouts(rows, path)
             given = {**spec, "rollouts": str(path)}
-            made = Side(sys.executable, "train_step.py", given, folder / side, threads, tree)
+            made = Side(
+                sys.executable,
+                "train_step.py",
+                given,
+                folder / side,
+                threads,
+                PYTHONPATH=str(tree),
+            )
             sides.append(stack.enter_context(made))
         harness.in_turn(sides[0].step, sides[1].step, steps)
     return [side.reports for side in sides]
@@ -90,6 +98,7 @@ def judge(layout: str, starts: list[list[list[dict[str, Any]]]]) -> bool:
         "peak_ratio": round(memory, 4),
         "peaks_mib": [[peak >> 20 for peak in side] for side in peaks],
         "step_ratio": longer.ratio,
+        "step_interval": [longer.low, longer.high],
         "seconds": seconds,
         "losses": [side[0][0]["loss"] for side in (new, old)],
         "machine": harness.machine(),

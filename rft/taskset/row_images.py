@@ -98,7 +98,8 @@ def _bytes(value: Any, folder: Path) -> bytes:
     if isinstance(value, bytes):
         return value
     if isinstance(value, Mapping):
-        for inner in filter(None, map(value.get, ("bytes", "image", "url", "path"))):
+        inner = next(filter(None, map(value.get, ("bytes", "image", "url", "path"))), None)
+        if inner is not None:
             return _bytes(inner, folder)
     if isinstance(value, str) and value.startswith("data:"):
         return data_url.read(value)

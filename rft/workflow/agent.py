@@ -85,7 +85,7 @@ class AgentWorkflow(Workflow):
             ends = "it sent no request"
             if isinstance(returned, ProcessOutput):
                 info = {"agent_output": str(returned), **returned.info}
-                ends = returned.ends
+                ends = returned.ends or str(returned)
                 returned = returned.score
             if not ctx.completions:
                 raise AgentFailed(f"the agent made no model call: {session.refusal or ends}")
@@ -98,8 +98,8 @@ class AgentWorkflow(Workflow):
 class ProcessOutput(str):
     """The output of a program, for the experience's info, and more of it.
 
-    `score`: of the run; None: the reward of the taskset or of the agent.  `ends`: the ends of its
-    outputs.
+    `score`: of the run; None: the reward of the taskset or of the agent.  `ends`: the ends of
+    standard output and error, for a reason; empty: the output itself.
     """
 
     score: Score | None = None

@@ -110,7 +110,7 @@ class Session:
             raise ApiError(
                 400, text, param="previous_response_id", code="previous_response_not_found"
             )
-        earlier = turn.messages[request.without_instructions :]
+        earlier = turn.messages[1 if request.without_instructions else 0 :]
         answer = without_reasoning([turn.completion.message])
         system = [{"role": "system", "content": request.instructions}]
         messages = (
@@ -186,8 +186,9 @@ class ModelSession(Session):
 class RunSession(Session):
     """The policy, for one run: calls are recorded, rewards are taken.
 
-    `failure`: an error of the engine; `refusal`: of the last refused call; `score`: posted for the whole run; `unused`: a posted reward
-    that does not count, because the taskset has a reward and `agent_reward` is not set.
+    `failure`: an error of the engine; `refusal`: the reason of the last failed call; `score`: posted
+    for the whole run; `unused`: a posted reward that does not count, because the taskset has a
+    reward and `agent_reward` is not set.
     """
 
     def __init__(

@@ -122,7 +122,7 @@ class TerminalWorkflow(AgentWorkflow):
 
             score = await pool(self.args).use(lambda lease: attempt.judged(lease, serve))
         output = ProcessOutput(attempt.info.pop("agent_output"))
-        output.score, output.info, output.ends = score, attempt.info, output
+        output.score, output.info = score, attempt.info
         return output
 
 

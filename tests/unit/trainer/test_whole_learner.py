@@ -32,7 +32,6 @@ COPIES: dict[str, set[str]] = {
     },
     "checkpoints on the host": {"rft/trainer/model/recompute.py backward"},
 }
-FEW = ("shared", "critic", "qwen3_moe")
 
 pytestmark = pytest.mark.skipif(bool(fake_gpu.missing()), reason=f"needs {fake_gpu.missing()}")
 
@@ -42,7 +41,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fake_gpu.build(tmp_path_factory.mktemp("fake_gpu"))
 
 
-def _as_expected(library: Path, names: list[str]) -> None:
+@pytest.mark.e2e
+def test_every_option_and_family_steps_on_a_gpu_without_new_waits(library: Path) -> None:
+    names = list(CASES)
     results = fake_gpu.play("whole_learner", [str(library)], names)
     assert [r["case"] for r in results] == names
     wrong = [f"{r['case']}: {r['error']}" for r in results if "error" in r]
@@ -60,13 +61,3 @@ def _as_expected(library: Path, names: list[str]) -> None:
             place = "cpu" if name == "lora" else "cuda"
             assert result["staged"] == [f"{place} {CASES[name].settings['dtype']}"], name
     assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.e2e
-def test_learner_steps_on_a_gpu_without_new_waits(library: Path) -> None:
-    _as_expected(library, list(FEW))
-
-
-@pytest.mark.e2e
-def test_every_option_and_family_steps_on_a_gpu(library: Path) -> None:
-    _as_expected(library, list(CASES))
