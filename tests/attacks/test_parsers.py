@@ -49,20 +49,20 @@ def _run(size: int, cpu_s: int, timeout_s: float) -> None:
 @attack(
     "M2",
     "60 kB of each kind of hostile text to each parser",
-    "done within a second of processor time",
+    "done within three seconds of processor time",
 )
 @pytest.mark.e2e
 def test_no_text_makes_a_parser_slow() -> None:
-    """A quadratic parser needs some 10^9 steps for 60 kB: more than the second of processor time
-    that each call gets.
+    """A quadratic parser needs some 10^9 steps for 60 kB: more than the processor time that each
+    call gets, of which the slowest parser uses a sixth (60,000 values in a text).
     """
-    _run(60_000, 1, 900)
+    _run(60_000, 3, 900)
 
 
-@attack("M2", "1 MB of each kind to each parser", "done within eight seconds of processor time")
+@attack("M2", "1 MB of each kind to each parser", "done within 30 seconds of processor time")
 @pytest.mark.slow
 def test_one_megabyte_of_each_kind() -> None:
-    _run(1_000_000, 8, 3600)
+    _run(1_000_000, 30, 3600)
 
 
 @attack("M2", "a new regular expression where answers are read", "has to be tried with these texts")
