@@ -121,7 +121,8 @@ async def test_a_program_plays_a_task_unchanged(
     assert not psutil.Process(os.getpid()).children(recursive=True)
 
 
-STOP = (".", "e")  # what ends an answer, also one of no words; a text does not have it, its tokens do
+# what ends an answer, also one without words; its tokens have it, its text does not
+STOP = (".", "e")
 CONTEXT = 32768  # tokens; programs begin with up to 20,000 of their own
 
 
