@@ -450,11 +450,10 @@ def _extends(turn: Turn, messages: Sequence[dict[str, Any]], prompt: np.ndarray)
 
 
 def _is_answer(message: Mapping[str, Any], c: Completion) -> bool:
-    """Return whether `message` has the text of this answer, and its tool calls if any."""
+    """Return whether `message` has the text and the tool calls of this answer."""
     if message.get("role") != "assistant" or (message.get("content") or "") != c.text:
         return False
-    calls = message.get("tool_calls")
-    return not calls or _pairs(calls, c.tool_calls) is not None
+    return _pairs(message.get("tool_calls") or (), c.tool_calls) is not None
 
 
 def _same(message: Mapping[str, Any], recorded: Mapping[str, Any]) -> bool:
