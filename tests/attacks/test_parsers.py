@@ -30,8 +30,8 @@ ELSEWHERE = {  # files with regular expressions that are not tried here, and why
 }
 
 
-def _run(size: int, cpu_s: int, timeout_s: float) -> None:
-    command = [sys.executable, "-m", "tests.attacks.parser_child", str(size), str(cpu_s)]
+def _run(size: int, timeout_s: float) -> None:
+    command = [sys.executable, "-m", "tests.attacks.parser_child", str(size)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
     )
@@ -49,20 +49,18 @@ def _run(size: int, cpu_s: int, timeout_s: float) -> None:
 @attack(
     "M2",
     "60 kB of each kind of hostile text to each parser",
-    "done within three seconds of processor time",
+    "done in less time than the plainest quadratic pattern takes",
 )
 @pytest.mark.e2e
 def test_no_text_makes_a_parser_slow() -> None:
-    """A quadratic parser needs some 10^9 steps for 60 kB: more than the processor time that each
-    call gets, of which the slowest parser uses a sixth (60,000 values in a text).
-    """
-    _run(60_000, 3, 900)
+    """The slowest one, with 60,000 values in a text, uses a third of its time."""
+    _run(60_000, 900)
 
 
-@attack("M2", "1 MB of each kind to each parser", "done within 30 seconds of processor time")
+@attack("M2", "1 MB of each kind to each parser", "done in time that grows as the text")
 @pytest.mark.slow
 def test_one_megabyte_of_each_kind() -> None:
-    _run(1_000_000, 30, 3600)
+    _run(1_000_000, 3600)
 
 
 @attack("M2", "a new regular expression where answers are read", "has to be tried with these texts")
