@@ -59,6 +59,7 @@ def test_no_text_makes_a_parser_slow() -> None:
 
 @attack("M2", "1 MB of each kind to each parser", "done in time that grows as the text")
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_one_megabyte_of_each_kind() -> None:
     _run(1_000_000, 3600)
 
