@@ -1,10 +1,9 @@
 """Gives every parser of model text each kind of hostile text.  `python -m
 tests.attacks.parser_child CHARACTERS`.
 
-Prints a line of JSON in front of each call, and "done".  For 60,000 characters a call gets three
-quarters of the processor time that the plainest quadratic pattern takes for them, for other sizes
-in proportion; then the process is ended, and the last line says which parser was slow with which
-text.
+Prints a line of JSON in front of each call, and "done".  A call gets `limit_s` of processor time,
+which a busy machine does not use up; then the process is ended, and the last line says which parser
+was slow with which text.
 """
 
 from __future__ import annotations
@@ -234,7 +233,9 @@ def texts(size: int) -> dict[str, str]:
 
 
 def limit_s(size: int) -> float:
-    """Seconds of processor time for `size` characters on this machine."""
+    """Return three quarters of the processor time that the plainest quadratic pattern takes for 60 kB
+    on this machine, in proportion to `size`.
+    """
     began = time.process_time()
     re.search("a+b", "a" * 60_000)
     return 0.75 * (time.process_time() - began) * size / 60_000

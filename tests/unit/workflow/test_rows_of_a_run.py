@@ -582,25 +582,41 @@ async def test_parts_of_text_are_joined_and_images_are_refused():
     assert group.rows[0].messages[0]["content"] == "2+2?"
 
 
+class CallsWithNan(ScriptedEngine):
+    """Calls a tool with each answer."""
+
+    async def generate(self, request):
+        function = {"name": "f", "arguments": '{"a": NaN}'}
+        call = {"id": "1", "type": "function", "function": function}
+        return [
+            msgspec.structs.replace(c, tool_calls=(call,)) for c in await super().generate(request)
+        ]
+
+
 async def test_an_answer_that_calls_with_nan_is_gone_on_from():
     """NaN is not equal to itself, so the run failed."""
-    function = {"name": "f", "arguments": '{"a": NaN}'}
-
-    class Calls(ScriptedEngine):
-        async def generate(self, request):
-            call = {"id": "1", "type": "function", "function": function}
-            return [
-                msgspec.structs.replace(c, tool_calls=(call,))
-                for c in await super().generate(request)
-            ]
 
     async def calls_tool(self, task, ctx):
         answer = await ctx.chat(task.chat())
         await ctx.chat([*task.chat(), answer.message, {"role": "tool", "content": "bad"}])
         return ctx.transcript(score=Score(value=0.0))
 
-    group = await play(Calls("x", "y"), task(workflow=custom(calls_tool)))
+    group = await play(CallsWithNan("x", "y"), task(workflow=custom(calls_tool)))
     assert group.rows[0].reason == "" and group.rows[0].num_response_tokens == 4
+
+
+async def test_an_answer_without_its_tool_calls_is_another_history():
+    """The model saw the calls that the agent had removed."""
+
+    async def removes_calls(self, task, ctx):
+        answer = await ctx.chat(task.chat())
+        said = {"role": "assistant", "content": answer.text}
+        await ctx.chat([*task.chat(), said, {"role": "user", "content": "And?"}])
+        return ctx.transcript(score=Score(value=0.0))
+
+    engine = CallsWithNan("x", "y")
+    await play(engine, task(workflow=custom(removes_calls)))
+    assert [call.prefix_messages for call in engine.calls] == [0, 0]
 
 
 async def test_a_reward_without_parts_is_no_reward():
